@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 from testbed.control.cli.main import interrupt_on_signals
 from testbed.results.folder import write_whole
+from testbed.spec.errors import Interrupted, TestbedError
 from tests.bench import attach, codecs, collectives, containers, exact, instrument, models, overhead, step
 from tests.bench.figures import MEASURED, Figure, limits_met
 from tests.support.provenance import ROOT, code_commit, commit_of_all, current, machine
@@ -86,8 +88,10 @@ def main() -> int:
             for figure in PARTS[part]():
                 print(f"  {figure}", flush=True)
                 figures.append(figure.as_dict())
-        except SystemExit as error:  # e.g. others use the machine: the parts after it may still be measured
-            print(f"  {part} is not measured: {error}", flush=True)
+        except Interrupted:
+            raise
+        except (SystemExit, Exception) as error:  # the parts after it may still be measured
+            print(f"  {part} is not measured: {_reason(error)}", flush=True)
             failed.append(part)
             continue
         seconds = round(time.monotonic() - begun)
@@ -102,6 +106,14 @@ def main() -> int:
     if failed:
         print(f"not measured: {', '.join(failed)}. Read why above, then measure again with --resume.")
     return 1 if failed or not all(met) else 0
+
+
+def _reason(error: BaseException) -> str:
+    """Return the message of a refusal; of other errors the traceback, and what a failed command wrote to stderr."""
+    if isinstance(error, SystemExit | TestbedError):
+        return str(error)
+    written = getattr(error, "stderr", None) or ""
+    return "".join([*traceback.format_exception(error), str(written)]).strip()
 
 
 def took(parts: Sequence[str], kept: dict[str, Any]) -> str:
