@@ -91,7 +91,7 @@ def main() -> int:
         except Interrupted:
             raise
         except (SystemExit, Exception) as error:  # the parts after it may still be measured
-            print(f"  {part} is not measured: {_reason(error)}", flush=True)
+            print(f"  {part} is not measured: {reason(error)}", flush=True)
             failed.append(part)
             continue
         seconds = round(time.monotonic() - begun)
@@ -108,7 +108,7 @@ def main() -> int:
     return 1 if failed or not all(met) else 0
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Return the message of a refusal; of other errors the traceback, and what a failed command wrote to stderr."""
     if isinstance(error, SystemExit | TestbedError):
         return str(error)
