@@ -217,7 +217,7 @@ def test_the_promise_counts_every_kill_point_after_a_checkpoint() -> None:
 # --- the checker of random sequences --------------------------------------------------------------------------------
 
 KILLED = [
-    ("injected", {"fault": "kill:rank1@step5", "rank": 1, "begun": 10.0}),
+    ("injected", {"fault": "kill:rank1@step5", "rank": 1, "step": 5, "begun": 10.0}),
     ("ended", {"rank": 1, "code": -9, "at": 10.1}),
 ]
 OTHERS = [("ended", {"rank": rank, "code": 6, "at": 10.4}) for rank in (0, 2, 3)]
@@ -242,12 +242,12 @@ def test_a_killed_rank_that_is_named_in_time_is_right() -> None:
         ([*KILLED, ("ended", {"rank": 0, "code": 6, "at": 25.0})], "rank 1 (node1) died", "it ended 15.0 s after"),
         ([KILLED[0], *AGAIN[1:]], None, "it survived kill:rank1@step5"),
         (
-            [("injected", {"fault": "slow:rank1@step5+1s=0.5cpu", "rank": 1, "begun": 1.0}), *OTHERS],
+            [("injected", {"fault": "slow:rank1@step5+1s=0.5cpu", "rank": 1, "step": 5, "begun": 1.0}), *OTHERS],
             "rank 1 (node1) ",
             "rank 1 is",
         ),
         (
-            [*KILLED[:1], ("injected", {"fault": "cut:rank2@step5", "rank": 2, "begun": 12.0}), *OTHERS],
+            [*KILLED[:1], ("injected", {"fault": "cut:rank2@step5", "rank": 2, "step": 5, "begun": 12.0}), *OTHERS],
             "rank 2 (node2) is silent",
             "rank 2 is named",
         ),
@@ -259,6 +259,23 @@ def test_the_checker_sees_what_is_wrong_with_an_attempt(
 ) -> None:
     (line,) = sequences._wrong_attempt(attempts(*events)[0], message)
     assert line.startswith(wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "fatal"),
+    [
+        *((f"{kind}:rank1@step5", 5, True) for kind in (*sequences.AT_ONCE, *sequences.SILENT)),
+        *((f"{kind}:rank1@step5", 95, False) for kind in ("exit", "oom", "disk-full", "pause", "cut")),
+        ("kill:rank1@step5", 95, True),
+        ("pause:rank1@step5+8s", 5, False),
+        ("slow:rank1@step5+1s=0.5cpu", 5, False),
+    ],
+)
+def test_a_fault_that_stops_its_rank_must_not_be_survived(fault: str, step: int, fatal: bool) -> None:
+    """Near the end its rank may have done its last step before the controller sees that."""
+    injected = ("injected", {"fault": fault, "rank": 1, "step": step, "begun": 10.0})
+    (attempt,) = attempts(injected, *AGAIN[1:])
+    assert sequences._wrong_attempt(attempt, None) == ([f"it survived {fault}"] if fatal else [])
 
 
 def test_every_kind_of_fault_has_a_rule_in_the_soak_and_a_case_in_the_experiment() -> None:
