@@ -5,8 +5,8 @@
     make measure ARGS=--list        only say what is missing and how long it takes
     make measure ARGS="--repeats 3 r1"   each run three times, in turn; a result with fewer repeats counts as missing
 
-An experiment is run on namespaces, or as processes if it shapes nothing, in runs/measure-COMMIT. Its data set is fetched
-if it is missing. When all of its runs
+An experiment is run on namespaces, or as processes if it shapes nothing, in runs/measure-COMMIT; in a user-mode kernel if
+it needs delay or loss that this machine's kernel lacks. Its data set is fetched if it is missing. When all of its runs
 are there, their records are written to results/sweeps/NAME.tar.xz, with commit, load and machine. Before each
 experiment and part it waits until the machine is quiet. Afterwards `make docs` writes the tables.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import re
@@ -29,6 +30,8 @@ from typing import Any
 
 from testbed.control import api
 from testbed.control.cli.main import interrupt_on_signals
+from testbed.control.runs.select import SUBSTRATES, node_plans
+from testbed.control.substrates.base import NodePlan
 from testbed.data.fetch import fetch
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
@@ -43,6 +46,7 @@ from tests.support.provenance import ROOT, code_commit, commit_of_all, current, 
 SWEEPS = ROOT / "results" / "sweeps"
 BENCH = ROOT / "results" / "bench.json"
 FACTS = "measured.json"  # the first file of an archive: commit, load, minutes, substrate
+CELLS = ("base", "axes", "cells")  # of an experiment
 MAX_RESULTS_BYTES = 10_000_000  # all of results/
 DECIMALS = 6  # of numbers in an archive: microseconds
 UNTIMED_DECIMALS = 3  # of numbers other than losses, in runs whose times do not matter
@@ -109,10 +113,12 @@ def items(repeats: int = 1) -> list[Item]:
 
 
 def _experiment(path: Path, repeats: int = 1) -> Item:
-    takes = re.search(r"\d+", Experiment.read(path).takes)
+    experiment = Experiment.read(path)
+    takes = re.search(r"\d+", experiment.takes)
     archive, commit = SWEEPS / f"{path.stem}.tar.xz", experiment_commit(path)
     stored = facts(archive)
     missing = not current(stored.get("commit", ""), commit) or stored.get("repeats", 1) < repeats
+    missing = missing or archived_cells(archive) != cells(experiment)
     minutes = float(takes[0]) * repeats if takes else None
     return Item(path.stem, minutes, missing, lambda: sweep(path, archive, repeats))
 
@@ -129,12 +135,30 @@ def experiment_commit(path: Path) -> str:
 
 def facts(archive: Path) -> dict[str, Any]:
     """What an archive says of its measurement; empty if there is none."""
-    if not archive.is_file():
-        return {}
-    with tarfile.open(archive) as tar:
-        first = tar.next()
-        content = tar.extractfile(first) if first and first.name.endswith(f"/{FACTS}") else None
-        found: dict[str, Any] = json.load(content) if content else {}
+    return _first_files(archive).get(FACTS, {})
+
+
+def archived_cells(archive: Path) -> dict[str, Any]:
+    """The cells that an archive has the runs of: another rate, e.g. by --set, is another experiment."""
+    stored = _first_files(archive).get(EXPERIMENT, {})
+    return {key: stored.get(key) for key in CELLS}
+
+
+def cells(experiment: Experiment) -> dict[str, Any]:
+    """What determines the runs of an experiment, but how often each is made."""
+    found = json.loads(experiment.model_dump_json())
+    return {key: found[key] for key in CELLS}
+
+
+def _first_files(archive: Path) -> dict[str, dict[str, Any]]:
+    """The two files at the beginning of an archive, by name; those that are missing are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    if archive.is_file():
+        with tarfile.open(archive) as tar:
+            for entry in itertools.islice(tar, 2):
+                name, content = Path(entry.name).name, tar.extractfile(entry)
+                if content and name in (FACTS, EXPERIMENT):
+                    found[name] = json.load(content)
     return found
 
 
@@ -200,8 +224,8 @@ def sweep(path: Path, archive: Path, repeats: int = 1) -> bool:
     os.environ["TESTBED_RUNS"] = str(ROOT / "runs" / f"measure-{commit}")
     experiment = Experiment.read(path)
     experiment = experiment.model_copy(update={"repeats": max(repeats, experiment.repeats)})
-    on = "netns" if any(map(_shaped, experiment.runs())) else "process"
     try:
+        on = substrate_for(experiment.runs())
         for name in {spec.data.name for spec in experiment.runs() if not spec.emulated}:
             fetch(name, data_dir(), print)
         runs = api.sweep(experiment, on=on, fresh=not current(commit, commit))
@@ -227,6 +251,28 @@ def sweep(path: Path, archive: Path, repeats: int = 1) -> bool:
             f"results/: {size / 1e6:.1f} MB, at most {MAX_RESULTS_BYTES / 1e6:.0f} are kept. Remove an archive."
         )
     return current(measured["commit"], experiment_commit(path))
+
+
+def substrate_for(specs: Sequence[RunSpec]) -> str:
+    """The substrate that an experiment is measured on. Raises Unavailable if delay or loss are possible on none."""
+    if not any(map(_shaped, specs)):
+        return "process"
+    distant = next((plans for plans in map(node_plans, specs) if any(map(_needs_netem, plans))), None)
+    if distant is None:
+        return "netns"
+    try:
+        SUBSTRATES["netns"].check(distant)
+    except Unavailable as refused:
+        try:
+            SUBSTRATES["uml"].check(distant)
+        except Unavailable as also:
+            raise Unavailable(f"{refused}. {also}") from None
+        return "uml"
+    return "netns"
+
+
+def _needs_netem(plan: NodePlan) -> bool:
+    return any(link is not None and link.needs_netem for link in (plan.link, plan.uplink))
 
 
 def _seconds(run: Path) -> float:

@@ -17,11 +17,13 @@ from testbed.report.tables import modes, ranks
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
 from testbed.spec.errors import Unavailable
+from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
 from tests.bench import measure
 from tests.support.provenance import DIRTY, ROOT
 from tests.support.synthetic import make_run
 
+R3 = ROOT / "experiments" / "r3.toml"
 FACTS = {"commit": "abc", "load": 0.1, "minutes": 2.5, "substrate": "netns"}
 
 
@@ -127,16 +129,62 @@ def test_an_experiment_that_this_machine_cannot_run_is_missing_and_does_not_end_
         raise Unavailable("this machine's kernel lacks delay and loss (netem)")
 
     monkeypatch.setenv("TESTBED_RUNS", "")  # `sweep` sets it
-    monkeypatch.setattr(measure.api, "sweep", refuse)
+    monkeypatch.setattr(measure, "SUBSTRATES", {name: SimpleNamespace(check=refuse) for name in ("netns", "uml")})
     assert measure.sweep(ROOT / "experiments" / "wan.toml", tmp_path / "wan.tar.xz") is False
     assert "wan: cannot be measured here: this machine's kernel lacks delay and loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("experiment", "lacking", "on"),
+    [("wan", [], "netns"), ("wan", ["netns"], "uml"), ("quick", ["netns"], "netns"), ("epoch", ["netns"], "process")],
+)
+def test_an_experiment_runs_in_a_user_mode_kernel_only_for_delay_and_loss_that_this_kernel_lacks(
+    monkeypatch: pytest.MonkeyPatch, experiment: str, lacking: list[str], on: str
+) -> None:
+    def check(name: str) -> Any:
+        def refuse(plans: Any) -> None:
+            if name in lacking:
+                raise Unavailable(f"{name} cannot")
+
+        return SimpleNamespace(check=refuse)
+
+    monkeypatch.setattr(measure, "SUBSTRATES", {name: check(name) for name in ("netns", "uml")})
+    specs = Experiment.read(ROOT / "experiments" / f"{experiment}.toml").runs()
+    assert measure.substrate_for(specs) == on
+    if experiment == "wan":
+        lacking[:] = ["netns", "uml"]
+        with pytest.raises(Unavailable, match="netns cannot. uml cannot"):
+            measure.substrate_for(specs)
+
+
+def test_an_archive_of_other_runs_than_the_file_names_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """E.g. of another rate. More repeats are the same runs."""
+    text = 'title = "t"\n[base]\nlink = { rate = "RATE" }\n[axes]\nmode = ["ring", "ddp"]\n'
+    path, archive = tmp_path / "few.toml", tmp_path / "few.tar.xz"
+    monkeypatch.setattr(measure, "code_commit", lambda *_: "abc")
+    monkeypatch.setattr(measure, "SWEEPS", tmp_path)
+    folder = tmp_path / "few"
+    make_run(folder / "ring", experiment="few")
+
+    def missing(measured: str, asked: str) -> bool:
+        path.write_text(text.replace("RATE", measured))
+        experiment = Experiment.read(path).model_copy(update={"repeats": 3})
+        (folder / EXPERIMENT).write_text(experiment.model_dump_json())
+        measure.pack(folder, [folder / "ring"], archive, {"commit": "abc", "repeats": 3})
+        path.write_text(text.replace("RATE", asked))
+        return measure._experiment(path).missing
+
+    assert not missing("100mbit", "100mbit") and missing("10mbit", "100mbit")
 
 
 def test_a_stored_result_of_another_commit_or_of_a_changed_tree_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(stored: str) -> bool:
         monkeypatch.setattr(measure, "facts", lambda _: {"commit": stored})
         monkeypatch.setattr(measure, "code_commit", lambda *_: "abc")
-        return measure._experiment(ROOT / "experiments" / "r3.toml").missing
+        monkeypatch.setattr(measure, "archived_cells", lambda _: measure.cells(Experiment.read(R3)))
+        return measure._experiment(R3).missing
 
     assert [missing(stored) for stored in ("abc", "def", "abc" + DIRTY, "")] == [False, True, True, True]
 
@@ -149,13 +197,13 @@ def test_every_experiment_and_every_part_is_an_item_with_its_time() -> None:
 
 
 def test_a_result_with_fewer_repeats_is_missing_and_takes_so_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = ROOT / "experiments" / "r3.toml"
     monkeypatch.setattr(measure, "code_commit", lambda *_: "abc")
+    monkeypatch.setattr(measure, "archived_cells", lambda _: measure.cells(Experiment.read(R3)))
 
     def item(stored: int | None, repeats: int) -> measure.Item:
         kept = {"commit": "abc"} | ({} if stored is None else {"repeats": stored})
         monkeypatch.setattr(measure, "facts", lambda _: kept)
-        return measure._experiment(path, repeats)
+        return measure._experiment(R3, repeats)
 
     assert [item(None, 1).missing, item(None, 3).missing, item(3, 3).missing, item(3, 1).missing] == [
         *(False, True, False, False)
