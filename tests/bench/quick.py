@@ -6,8 +6,9 @@
 
 Another machine, or the same one on another day, computes faster or slower. The control `none` shows by how much: a
 mode may be slower by this factor, and by THRESHOLD. (What makes the control slower too, `loop` finds.) A mode that is
-slower is run once more, and counts if it is slower again. The exit code is 1 if a limit is missed, a mode is slower or
-a run is missing; 2 if this machine cannot measure, or there is nothing to compare with. Runs are kept in runs/bench-quick, nothing in results/.
+slower is run once more, and counts if it is slower again. The exit code is 1 if a limit is missed, a mode is slower
+or a run is missing; 2 if this machine cannot measure, or there is nothing to compare with. Runs are kept in
+runs/bench-quick, nothing in results/.
 """
 
 from __future__ import annotations
