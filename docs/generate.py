@@ -11,7 +11,7 @@ What is written lies between two marks. The first word after `begin` is a row of
     <!-- end bench loop start -->
 
     soak                outcomes of the parts of `make soak`, from results/soak
-    sweeps              the tables of every experiment in results/sweeps (`make measure`)
+    sweeps              the tables of every experiment in results/sweeps (`make measure`), and which have none
     earlier NAME        a table of results/earlier.json, without the experiments that results/sweeps has
     quick               what `make run` prints
     mistakes            what is wrong in the published figures, from the experiment files
@@ -28,7 +28,7 @@ import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 from testbed.spec.units import parse_rate
 from tests.bench.__main__ import PARTS
 from tests.bench.figures import MEASURED
+from tests.bench.measure import experiment_files
 from tests.bench.models import PLOT as MODELS_PLOT
 from tests.bench.models import plot as plot_models
 from tests.bench.models import sizes_table
@@ -167,8 +168,8 @@ def parts_named(*names: str) -> dict[str, Part]:
     """The parts of these names that are measured; `attach` names all parts `attach-...`. SystemExit: none is known."""
     found = {}
     for name in names:
-        these = {part: of for part, of in bench_file().items() if part == name or part.startswith(f"{name}-")}
-        if not these and not any(part == name or part.startswith(f"{name}-") for part in PARTS):
+        these = {part: of for part, of in bench_file().items() if _is_named(part, [name])}
+        if not these and not any(_is_named(part, [name]) for part in PARTS):
             raise SystemExit(f"make bench has no part {name!r}. Known: {', '.join(PARTS)}.")
         found |= these
     return found
@@ -181,11 +182,11 @@ def bench(*names: str) -> Lines:
         return UNMEASURED
     if len(parts) == 1 and (pattern := GRIDS.get(next(iter(parts)))):
         (part,) = parts.values()
-        return [*_grid(part, pattern), "", _measured_at(parts)]
+        return [*_grid(part, pattern), "", _measured_at(parts, *names)]
     lines = ["| figure | measured | limit |", "| --- | ---: | ---: |"]
     for part in parts.values():
         lines += [f"| {_name(each)} | {_value(each)}{_missed(each)} | {_limit(each)} |" for each in part["figures"]]
-    return [*lines, "", _measured_at(parts)]
+    return [*lines, "", _measured_at(parts, *names)]
 
 
 def _grid(part: Part, pattern: str) -> Lines:
@@ -215,7 +216,7 @@ def steps() -> Lines:
     parts = parts_named("step")
     rows = sorted((_step_row(part["figures"]) for part in parts.values()), key=lambda row: row[0])
     lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
-    return [*lines, *(f"| {' | '.join(cells)} |" for _, cells in rows), "", _measured_at(parts)]
+    return [*lines, *(f"| {' | '.join(cells)} |" for _, cells in rows), "", _measured_at(parts, "step")]
 
 
 def _step_row(figures: list[Figure]) -> tuple[float, Lines]:
@@ -262,7 +263,7 @@ def models() -> Lines:
     if not parts:
         return UNMEASURED
     plot = f"![gain over DDP's best against C/(F+B), a line a model](../results/{MODELS_PLOT.name})"
-    return [*models_table(parts), "", _measured_at(parts), "", plot]
+    return [*models_table(parts), "", _measured_at(parts, "models"), "", plot]
 
 
 def draw() -> None:
@@ -274,7 +275,7 @@ def draw() -> None:
 def sizes() -> Lines:
     """A row for each model and ratio at which bucket sizes were compared."""
     parts = parts_named("sizes")
-    return [*sizes_table(parts), "", _measured_at(parts)] if parts else UNMEASURED
+    return [*sizes_table(parts), "", _measured_at(parts, "sizes")] if parts else UNMEASURED
 
 
 def profile() -> Lines:
@@ -291,7 +292,7 @@ def profile() -> Lines:
             )
         user, system, softirq, idle, switches, step = found.groups()
         lines.append(f"| {mode} | {step} | {user} | {system} | {softirq} | {idle} | {int(switches):,} |")
-    return [*lines, "", _measured_at(parts)]
+    return [*lines, "", _measured_at(parts, "profile")]
 
 
 def _name(figure: Figure) -> str:
@@ -325,8 +326,11 @@ def _missed(figure: Figure, alone: bool = True) -> str:
     return f" ({', '.join([*limit, *verdict])})" if limit or verdict else ""
 
 
-def _measured_at(parts: dict[str, Part]) -> str:
-    """How many limits are met; commit and load of each part, parts of one commit together."""
+def _measured_at(parts: dict[str, Part], *names: str) -> str:
+    """How many limits are met; commit and load of each part, parts of one commit together; which parts are missing.
+
+    `names`: those of the table, of which `parts` are the measured parts.
+    """
     limits = [each["met"] for part in parts.values() for each in part["figures"] if _limit(each)]
     met = f"{sum(limits)} of {len(limits)} limits are met. " if limits else ""
     commits: dict[str, Lines] = {}
@@ -340,7 +344,19 @@ def _measured_at(parts: dict[str, Part]) -> str:
         + "; ".join(f"{commit}: {', '.join(names)}" for commit, names in commits.items())
         + "."
         + _age("bench", *parts)
+        + _not_measured(part for part in PARTS if part not in parts and _is_named(part, names))
     )
+
+
+def _not_measured(names: Iterable[str]) -> str:
+    """A sentence that names them; empty if there are none."""
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f" Not measured yet: {listed}." if listed else ""
+
+
+def _is_named(part: str, names: Iterable[str]) -> bool:
+    """`attach` names all parts `attach-...`."""
+    return any(part == name or part.startswith(f"{name}-") for name in names)
 
 
 # --- outcomes of the soak ---------------------------------------------------------------------------------------------
@@ -409,9 +425,11 @@ def earlier_file() -> dict[str, Any]:
 
 
 def sweeps() -> Lines:
-    """A section for each archive."""
+    """A section for each archive, and the names of the experiments that have none."""
     names = sorted(path.name.removesuffix(".tar.xz") for path in SWEEPS.glob("*.tar.xz"))
-    return [line for name in names if name != "quick" for line in [*_section(name), ""]][:-1] or UNMEASURED
+    missing = ", ".join(f"`{name}`" for name in sorted({path.stem for path in experiment_files()} - {*names}))
+    lines = [line for name in names if name != "quick" for line in [*_section(name), ""]]
+    return [*lines, f"Without records yet (`make measure` makes them): {missing}."] if missing else lines[:-1]
 
 
 @cache
@@ -461,7 +479,7 @@ def quick() -> Lines:
 
 
 def mistakes() -> Lines:
-    paths = sorted((ROOT / "experiments").glob("r[0-9]*.toml"))
+    paths = [path for path in experiment_files() if re.match(r"r\d", path.name)]
     return [
         f"- `{path.stem}`: {each}" for path in paths for each in Experiment.read(path).published.get("mistakes", [])
     ]

@@ -113,11 +113,15 @@ def main() -> int:
 
 
 def items(repeats: int = 1, now: bool = False) -> list[Item]:
-    paths = [path for path in sorted((ROOT / "experiments").glob("*.toml")) if path.name != "tuned.toml"]
     stored = json.loads(BENCH.read_text()) if BENCH.is_file() else {}
     bench_commit = code_commit(*MEASURED)
     parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS if name not in ONLY_BY_NAME]
-    return [*(_experiment(path, repeats, now) for path in paths), *parts]
+    return [*(_experiment(path, repeats, now) for path in experiment_files()), *parts]
+
+
+def experiment_files() -> list[Path]:
+    """All experiments but the one that `testbed tune` writes."""
+    return [path for path in sorted((ROOT / "experiments").glob("*.toml")) if path.name != "tuned.toml"]
 
 
 def _experiment(path: Path, repeats: int = 1, now: bool = False) -> Item:
