@@ -42,7 +42,7 @@ from testbed.spec.datasets import data_dir
 from testbed.spec.errors import Unavailable
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
-from tests.bench.__main__ import ONLY_BY_NAME, PARTS
+from tests.bench.__main__ import FOR_A_CHANGE, PARTS, minutes_of
 from tests.bench.figures import MEASURED
 from tests.support.provenance import DIRTY, ROOT, code_commit, current, machine
 
@@ -115,7 +115,7 @@ def main() -> int:
 def items(repeats: int = 1, now: bool = False) -> list[Item]:
     stored = json.loads(BENCH.read_text()) if BENCH.is_file() else {}
     bench_commit = code_commit(*MEASURED)
-    parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS if name not in ONLY_BY_NAME]
+    parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS if name not in FOR_A_CHANGE]
     return [*(_experiment(path, repeats, now) for path in experiment_files()), *parts]
 
 
@@ -136,9 +136,7 @@ def _experiment(path: Path, repeats: int = 1, now: bool = False) -> Item:
 
 
 def _part(name: str, stored: dict[str, Any], commit: str) -> Item:
-    seconds = stored.get("seconds")
-    minutes = None if seconds is None else seconds / 60
-    return Item(name, minutes, not current(stored.get("commit", ""), commit), lambda: _bench(name))
+    return Item(name, minutes_of(name, stored), not current(stored.get("commit", ""), commit), lambda: _bench(name))
 
 
 def experiment_commit(path: Path) -> str:

@@ -46,11 +46,19 @@ GOOD, POOR = Figure(name="good", value=1.0, high=2.0), Figure(name="poor", value
 Bench = Callable[..., tuple[int, list[str]]]
 
 
-def test_make_bench_measures_no_part_that_is_only_for_a_change(run_bench: Bench) -> None:
+@pytest.mark.parametrize("by_name", ["first-layers", "models-gpt-1.0", "sizes-gpt-1.0"])
+def test_make_bench_measures_models_sizes_and_parts_for_a_change_only_by_name(run_bench: Bench, by_name: str) -> None:
     assert set(bench.ONLY_BY_NAME) < bench.PARTS.keys()
-    both = {"a": [GOOD], "first-layers": [UNLIMITED]}
+    both = {"a": [GOOD], by_name: [UNLIMITED]}
     assert run_bench("abc", **both) == (0, ["a"])
-    assert run_bench("abc", "first-layers", **both) == (0, ["first-layers"])
+    assert run_bench("abc", by_name, **both) == (0, [by_name])
+
+
+def test_it_is_known_how_long_each_part_takes() -> None:
+    stored = json.loads((ROOT / "results" / "bench.json").read_text())
+    assert all(bench.minutes_of(part, stored.get(part, {})) for part in bench.PARTS)
+    assert bench.minutes_of("step-1.0", {"seconds": 90}) == 1.5
+    assert bench.minutes_of("step-1.0", {}) == bench.EXPECTED_MINUTES["step"]
 
 
 @pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "tests" / "bench").glob("*.py")))
