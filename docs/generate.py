@@ -17,8 +17,9 @@ What is written lies between two marks. The first word after `begin` is a row of
     mistakes            what is wrong in the published figures, from the experiment files
 
 How old a figure may be: at most MOST_CHANGES commits may have changed the code that it speaks of since it was measured.
-`make docs` lists the figures that are older in results/old.json, and each table names its own. A test fails if that
-list is wrong, so a figure that becomes too old is measured again or is shown to be old.
+A figure of uncommitted changes is too old at once. `make docs` lists the figures that are older in results/old.json,
+and each table names its own. A test fails if that list is wrong, so a figure that becomes too old is measured again or
+is shown to be old. Another one fails if the list is not empty in a release.
 """
 
 from __future__ import annotations

@@ -92,6 +92,16 @@ def test_figures_older_than_the_rule_are_listed_and_each_table_says_so() -> None
     assert bool(shown) == bool(found)
 
 
+def test_a_release_has_no_old_figure() -> None:
+    """The changelog of a release has nothing under [Unreleased]."""
+    unreleased = text_of("CHANGELOG.md").partition("## [Unreleased]")[2].partition("\n## [")[0]
+    assert unreleased.strip() or generate.old() == [], "Measure them again: make measure"
+
+
+def test_continuous_integration_has_the_history_that_ages_are_counted_in() -> None:
+    assert re.search(r"uses: actions/checkout@v4\n\s+with:\n\s+fetch-depth: 0\b", text_of(".github/workflows/ci.yml"))
+
+
 @pytest.mark.parametrize(
     ("changes", "is_old"), [(0, False), (generate.MOST_CHANGES, False), (generate.MOST_CHANGES + 1, True), (None, True)]
 )
@@ -130,7 +140,7 @@ def test_changes_are_counted_by_the_paths_that_a_commit_touches(
         commits.append(git("rev-parse", "--short", "HEAD"))
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     assert [provenance.changes_since(commit, "code") for commit in commits] == [2, 2, 1, 0]
-    assert provenance.changes_since(commits[0] + provenance.DIRTY, "code") == 2
+    assert provenance.changes_since(commits[0] + provenance.DIRTY, "code") is None
     assert provenance.changes_since("0123456", "code") is None and provenance.changes_since("", "code") is None
     assert provenance.has_whole_history()
     monkeypatch.setattr(provenance, "ROOT", tmp_path / ".." / "nothing")
