@@ -25,7 +25,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +44,7 @@ from testbed.spec.run import RunSpec
 from tests.bench.__main__ import FOR_A_CHANGE, PARTS, minutes_of
 from tests.bench.figures import MEASURED
 from tests.support.provenance import DIRTY, ROOT, code_commit, current, machine
+from tests.support.quiet import busy_shares
 
 SWEEPS = ROOT / "results" / "sweeps"
 BENCH = ROOT / "results" / "bench.json"
@@ -195,7 +195,7 @@ def wait_until_quiet(shares: Iterator[float] | None = None) -> None:
 
     Exits if that takes longer than QUIET_TIMEOUT_S. The share in use is printed every SAY_EVERY_S.
     """
-    shares, quiet = shares or busy_shares(), 0
+    shares, quiet = shares or busy_shares(SAMPLE_S), 0
     for number in range(round(QUIET_TIMEOUT_S / SAMPLE_S)):
         share = next(shares)
         quiet = quiet + 1 if share < QUIET_SHARE else 0
@@ -205,23 +205,6 @@ def wait_until_quiet(shares: Iterator[float] | None = None) -> None:
         if not quiet and number % round(SAY_EVERY_S / SAMPLE_S) == 0:
             print(f"waiting: {in_use}", flush=True)
     raise SystemExit(f"after {QUIET_TIMEOUT_S / 60:g} minutes {in_use}. End other work, or use --now.")
-
-
-def busy_shares() -> Iterator[float]:
-    """The share of all processors that was in use or stolen, in one sample after the other."""
-    before = _ticks()
-    while True:
-        time.sleep(SAMPLE_S)
-        now = _ticks()
-        idle, every = (b - a for a, b in zip(before, now, strict=True))
-        yield 1 - idle / every
-        before = now
-
-
-def _ticks() -> tuple[int, int]:
-    """Idle ticks and all ticks of all processors, from /proc/stat; waiting for a disk is idle."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return fields[3] + fields[4], sum(fields)
 
 
 # --- measure ----------------------------------------------------------------------------------------------------------

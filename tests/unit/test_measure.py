@@ -317,12 +317,6 @@ def test_it_does_not_wait_for_ever_and_says_again_what_it_waits_for(capsys: pyte
     assert capsys.readouterr().out.count("waiting: 90%") == 12
 
 
-def test_the_busy_share_is_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "SAMPLE_S", 0.05)
-    samples = measure.busy_shares()
-    assert all(0 <= next(samples) <= 1 for _ in range(2))
-
-
 @pytest.mark.parametrize(
     ("status", "faults", "wanted"), [("ok", [], True), ("failed", [], False), ("invalid", [], False)]
 )
