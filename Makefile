@@ -43,7 +43,7 @@ docs: $(VENV)/.ready ## write the tables of the documents from results/ and test
 picture: $(VENV)/.ready ## make docs/report.png, a picture of a report page (ARGS=FOLDER; needs Chromium)
 	$(BIN)/python docs/picture.py $(or $(ARGS),runs/quick) docs/report.png
 
-bench: data ## run the benchmarks (about 3 hours on an idle machine; ARGS=PART: one part; ARGS=--resume; ARGS=quick: 10 minutes, against committed figures)
+bench: data ## run the benchmarks (about 2 hours on an idle machine; ARGS=PART: one part; ARGS=--resume; ARGS=quick: 10 minutes, against committed figures)
 	$(BIN)/python -m tests.bench $(ARGS)
 
 measure: data ## measure what is missing of all experiments and benchmarks at this commit; resumes (ARGS=--list: say what)

@@ -11,15 +11,16 @@ What is written lies between two marks. The first word after `begin` is a row of
     <!-- end bench loop start -->
 
     soak                outcomes of the parts of `make soak`, from results/soak
-    sweeps              the tables of every experiment in results/sweeps (`make measure`)
+    sweeps              the tables of every experiment in results/sweeps (`make measure`), and which have none
     earlier NAME        a table of results/earlier.json, without the experiments that results/sweeps has
     quick               what `make run` prints
     predictions         what `testbed predict --check` predicted and measured, from results/predict
     mistakes            what is wrong in the published figures, from the experiment files
 
 How old a figure may be: at most MOST_CHANGES commits may have changed the code that it speaks of since it was measured.
-`make docs` lists the figures that are older in results/old.json, and each table names its own. A test fails if that
-list is wrong, so a figure that becomes too old is measured again or is shown to be old.
+A figure of uncommitted changes is too old at once. `make docs` lists the figures that are older in results/old.json,
+and each table names its own. A test fails if that list is wrong, so a figure that becomes too old is measured again or
+is shown to be old. Another one fails if the list is not empty in a release.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import re
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
 from testbed.spec.units import format_duration, format_rate, parse_rate
 from tests.bench.__main__ import PARTS
 from tests.bench.figures import MEASURED
+from tests.bench.measure import experiment_files
 from tests.bench.models import PLOT as MODELS_PLOT
 from tests.bench.models import plot as plot_models
 from tests.bench.models import sizes_table
@@ -177,8 +179,8 @@ def parts_named(*names: str) -> dict[str, Part]:
     """The parts of these names that are measured; `attach` names all parts `attach-...`. SystemExit: none is known."""
     found = {}
     for name in names:
-        these = {part: of for part, of in bench_file().items() if part == name or part.startswith(f"{name}-")}
-        if not these and not any(part == name or part.startswith(f"{name}-") for part in PARTS):
+        these = {part: of for part, of in bench_file().items() if _is_named(part, [name])}
+        if not these and not any(_is_named(part, [name]) for part in PARTS):
             raise SystemExit(f"make bench has no part {name!r}. Known: {', '.join(PARTS)}.")
         found |= these
     return found
@@ -191,11 +193,11 @@ def bench(*names: str) -> Lines:
         return UNMEASURED
     if len(parts) == 1 and (pattern := GRIDS.get(next(iter(parts)))):
         (part,) = parts.values()
-        return [*_grid(part, pattern), "", _measured_at(parts)]
+        return [*_grid(part, pattern), "", _measured_at(parts, *names)]
     lines = ["| figure | measured | limit |", "| --- | ---: | ---: |"]
     for part in parts.values():
         lines += [f"| {_name(each)} | {_value(each)}{_missed(each)} | {_limit(each)} |" for each in part["figures"]]
-    return [*lines, "", _measured_at(parts)]
+    return [*lines, "", _measured_at(parts, *names)]
 
 
 def _grid(part: Part, pattern: str) -> Lines:
@@ -225,7 +227,7 @@ def steps() -> Lines:
     parts = parts_named("step")
     rows = sorted((_step_row(part["figures"]) for part in parts.values()), key=lambda row: row[0])
     lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
-    return [*lines, *(f"| {' | '.join(cells)} |" for _, cells in rows), "", _measured_at(parts)]
+    return [*lines, *(f"| {' | '.join(cells)} |" for _, cells in rows), "", _measured_at(parts, "step")]
 
 
 def _step_row(figures: list[Figure]) -> tuple[float, Lines]:
@@ -272,7 +274,7 @@ def models() -> Lines:
     if not parts:
         return UNMEASURED
     plot = f"![gain over DDP's best against C/(F+B), a line a model](../results/{MODELS_PLOT.name})"
-    return [*models_table(parts), "", _measured_at(parts), "", plot]
+    return [*models_table(parts), "", _measured_at(parts, "models"), "", plot]
 
 
 def draw() -> None:
@@ -284,7 +286,7 @@ def draw() -> None:
 def sizes() -> Lines:
     """A row for each model and ratio at which bucket sizes were compared."""
     parts = parts_named("sizes")
-    return [*sizes_table(parts), "", _measured_at(parts)] if parts else UNMEASURED
+    return [*sizes_table(parts), "", _measured_at(parts, "sizes")] if parts else UNMEASURED
 
 
 def profile() -> Lines:
@@ -301,7 +303,7 @@ def profile() -> Lines:
             )
         user, system, softirq, idle, switches, step = found.groups()
         lines.append(f"| {mode} | {step} | {user} | {system} | {softirq} | {idle} | {int(switches):,} |")
-    return [*lines, "", _measured_at(parts)]
+    return [*lines, "", _measured_at(parts, "profile")]
 
 
 def _name(figure: Figure) -> str:
@@ -335,8 +337,11 @@ def _missed(figure: Figure, alone: bool = True) -> str:
     return f" ({', '.join([*limit, *verdict])})" if limit or verdict else ""
 
 
-def _measured_at(parts: dict[str, Part]) -> str:
-    """How many limits are met; commit and load of each part, parts of one commit together."""
+def _measured_at(parts: dict[str, Part], *names: str) -> str:
+    """How many limits are met; commit and load of each part, parts of one commit together; which parts are missing.
+
+    `names`: those of the table, of which `parts` are the measured parts.
+    """
     limits = [each["met"] for part in parts.values() for each in part["figures"] if _limit(each)]
     met = f"{sum(limits)} of {len(limits)} limits are met. " if limits else ""
     commits: dict[str, Lines] = {}
@@ -350,7 +355,19 @@ def _measured_at(parts: dict[str, Part]) -> str:
         + "; ".join(f"{commit}: {', '.join(names)}" for commit, names in commits.items())
         + "."
         + _age("bench", *parts)
+        + _not_measured(part for part in PARTS if part not in parts and _is_named(part, names))
     )
+
+
+def _not_measured(names: Iterable[str]) -> str:
+    """A sentence that names them; empty if there are none."""
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f" Not measured yet: {listed}." if listed else ""
+
+
+def _is_named(part: str, names: Iterable[str]) -> bool:
+    """`attach` names all parts `attach-...`."""
+    return any(part == name or part.startswith(f"{name}-") for name in names)
 
 
 # --- outcomes of the soak ---------------------------------------------------------------------------------------------
@@ -477,9 +494,11 @@ def earlier_file() -> dict[str, Any]:
 
 
 def sweeps() -> Lines:
-    """A section for each archive."""
+    """A section for each archive, and the names of the experiments that have none."""
     names = sorted(path.name.removesuffix(".tar.xz") for path in SWEEPS.glob("*.tar.xz"))
-    return [line for name in names if name != "quick" for line in [*_section(name), ""]][:-1] or UNMEASURED
+    missing = ", ".join(f"`{name}`" for name in sorted({path.stem for path in experiment_files()} - {*names}))
+    lines = [line for name in names if name != "quick" for line in [*_section(name), ""]]
+    return [*lines, f"Without records yet (`make measure` makes them): {missing}."] if missing else lines[:-1]
 
 
 @cache
@@ -529,7 +548,7 @@ def quick() -> Lines:
 
 
 def mistakes() -> Lines:
-    paths = sorted((ROOT / "experiments").glob("r[0-9]*.toml"))
+    paths = [path for path in experiment_files() if re.match(r"r\d", path.name)]
     return [
         f"- `{path.stem}`: {each}" for path in paths for each in Experiment.read(path).published.get("mistakes", [])
     ]

@@ -21,6 +21,7 @@ from hypothesis import settings
 
 from testbed.control.substrates.engine import image_name
 from tests.support.command import chromium
+from tests.support.quiet import QuietMachine
 from tests.support.rank_pool import RankPool
 from tests.support.turns import Turn, alone
 
@@ -133,11 +134,15 @@ def _quiet(item: pytest.Item | None) -> bool:
 
 
 TURN = Turn()
+MACHINE = QuietMachine()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Run tests marked `quiet` while no other worker runs one; those that follow each other share one such turn."""
+    """Run tests marked `quiet` while no other worker runs one; those that follow each other share one such turn.
+
+    Other programs than these tests may run beside: see `pytest_runtest_setup`.
+    """
     if not hasattr(item.config, "workerinput"):
         return (yield)
     TURN.take(alone=_quiet(item))
@@ -162,12 +167,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip or fail a test whose group cannot run here. One that is marked `quiet` waits until other work is little."""
     for group, missing in GROUPS.items():
         reason = missing() if item.get_closest_marker(group) else None
         if reason and os.environ.get("CI") == "true":
             pytest.fail(f"group {group} cannot run: {reason}", pytrace=False)
         if reason:
             pytest.skip(f"group {group}: {reason}")
+    share = MACHINE.wait() if _quiet(item) else None
+    if share is not None:
+        item.add_report_section("setup", "machine", f"{share:.0%} of the processors were in use before this test")
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ MEASURED = (  # paths that the figures depend on: a figure belongs to the last c
     "tests/support/training.py",
     "tests/support/rank_pool.py",
     "tests/support/observed.py",
+    "tests/support/quiet.py",
     "tests/gloo/worker.py",
     "tests/hosts/nodes.py",
     "experiments/codecs*.toml",

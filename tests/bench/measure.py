@@ -5,41 +5,51 @@
     make measure ARGS=--list        only say what is missing and how long it takes
     make measure ARGS="--repeats 3 r1"   each run three times, in turn; a result with fewer repeats counts as missing
 
-An experiment is run on namespaces, or as processes if it shapes nothing, in runs/measure-COMMIT. When all of its runs
-are there, their records are written to results/sweeps/NAME.tar.xz, with commit, load and machine. Before each
-experiment and part it waits until the machine is quiet. Afterwards `make docs` writes the tables.
+An experiment is run on namespaces, or as processes if it shapes nothing, in runs/measure-COMMIT; in a user-mode
+kernel if it needs delay or loss that this machine's kernel lacks. Its data set is fetched if it is missing. When all
+of its runs are there, their records are written to results/sweeps/NAME.tar.xz, with commit, load and machine. Before
+each experiment and part it waits until the machine is quiet, and a run that other processes disturbed is made once
+more; those that are disturbed again are missing. A tree with uncommitted changes is refused, because a result belongs
+to a commit. Afterwards `make docs` writes the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from testbed.control import api
 from testbed.control.cli.main import interrupt_on_signals
+from testbed.control.runs.select import SUBSTRATES, node_plans
+from testbed.control.substrates.base import NodePlan
+from testbed.data.fetch import fetch
 from testbed.results.conclude import Summary
 from testbed.results.folder import EXPERIMENT, RunFolder
+from testbed.spec.datasets import data_dir
 from testbed.spec.errors import Unavailable
 from testbed.spec.experiment import Experiment
 from testbed.spec.run import RunSpec
-from tests.bench.__main__ import ONLY_BY_NAME, PARTS
+from tests.bench.__main__ import FOR_A_CHANGE, PARTS, minutes_of
 from tests.bench.figures import MEASURED
-from tests.support.provenance import ROOT, code_commit, commit_of_all, current, machine
+from tests.support.provenance import DIRTY, ROOT, code_commit, current, machine
+from tests.support.quiet import busy_shares
 
 SWEEPS = ROOT / "results" / "sweeps"
 BENCH = ROOT / "results" / "bench.json"
 FACTS = "measured.json"  # the first file of an archive: commit, load, minutes, substrate
+CELLS = ("base", "axes", "cells")  # of an experiment
 MAX_RESULTS_BYTES = 10_000_000  # all of results/
 DECIMALS = 6  # of numbers in an archive: microseconds
 UNTIMED_DECIMALS = 3  # of numbers other than losses, in runs whose times do not matter
@@ -47,6 +57,7 @@ LOSSES = {"loss", "train_loss"}
 INTERVALS = {"phases", "comm", "stalls", "copying"}  # of a step
 QUIET_SHARE = 0.10  # of all processors' time in use, by others or stolen by the host, while nothing is measured
 SAMPLE_S = 5.0
+SAY_EVERY_S, QUIET_TIMEOUT_S = 600.0, 7200.0
 QUIET_SAMPLES = 3  # in a row
 
 
@@ -67,13 +78,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="experiments or parts of the bench; none means all")
     parser.add_argument("--list", action="store_true", help="measure nothing")
     parser.add_argument(
-        "--now", action="store_true", help="do not wait until the machine is quiet, if times do not matter"
+        "--now",
+        action="store_true",
+        help="do not wait until the machine is quiet and accept disturbed runs, if times do not matter",
     )
     parser.add_argument(
         "--repeats", type=int, default=1, metavar="N", help="how often each run of an experiment is made"
     )
     options = parser.parse_args()
-    every = items(options.repeats)
+    every = items(options.repeats, options.now)
     known = list(dict.fromkeys(item.name for item in every))  # `codecs` is an experiment and a part
     unknown = [name for name in options.names if name not in known]
     if unknown:
@@ -82,6 +95,8 @@ def main() -> int:
     print(plan(missing), flush=True)
     if options.list:
         return 0
+    if code_commit(*MEASURED, "experiments").endswith(DIRTY):
+        raise SystemExit("uncommitted changes: a result belongs to a commit. Commit or stash them, then run it again.")
     still = []
     for number, item in enumerate(missing, start=1):
         if not options.now:
@@ -97,27 +112,31 @@ def main() -> int:
 # --- what is missing --------------------------------------------------------------------------------------------------
 
 
-def items(repeats: int = 1) -> list[Item]:
-    paths = [path for path in sorted((ROOT / "experiments").glob("*.toml")) if path.name != "tuned.toml"]
+def items(repeats: int = 1, now: bool = False) -> list[Item]:
     stored = json.loads(BENCH.read_text()) if BENCH.is_file() else {}
     bench_commit = code_commit(*MEASURED)
-    parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS if name not in ONLY_BY_NAME]
-    return [*(_experiment(path, repeats) for path in paths), *parts]
+    parts = [_part(name, stored.get(name, {}), bench_commit) for name in PARTS if name not in FOR_A_CHANGE]
+    return [*(_experiment(path, repeats, now) for path in experiment_files()), *parts]
 
 
-def _experiment(path: Path, repeats: int = 1) -> Item:
-    takes = re.search(r"\d+", Experiment.read(path).takes)
+def experiment_files() -> list[Path]:
+    """All experiments but the one that `testbed tune` writes."""
+    return [path for path in sorted((ROOT / "experiments").glob("*.toml")) if path.name != "tuned.toml"]
+
+
+def _experiment(path: Path, repeats: int = 1, now: bool = False) -> Item:
+    experiment = Experiment.read(path)
+    takes = re.search(r"\d+", experiment.takes)
     archive, commit = SWEEPS / f"{path.stem}.tar.xz", experiment_commit(path)
     stored = facts(archive)
     missing = not current(stored.get("commit", ""), commit) or stored.get("repeats", 1) < repeats
+    missing = missing or archived_cells(archive) != cells(experiment)
     minutes = float(takes[0]) * repeats if takes else None
-    return Item(path.stem, minutes, missing, lambda: sweep(path, archive, repeats))
+    return Item(path.stem, minutes, missing, lambda: sweep(path, archive, repeats, now))
 
 
 def _part(name: str, stored: dict[str, Any], commit: str) -> Item:
-    seconds = stored.get("seconds")
-    minutes = None if seconds is None else seconds / 60
-    return Item(name, minutes, not current(stored.get("commit", ""), commit), lambda: _bench(name))
+    return Item(name, minutes_of(name, stored), not current(stored.get("commit", ""), commit), lambda: _bench(name))
 
 
 def experiment_commit(path: Path) -> str:
@@ -126,12 +145,30 @@ def experiment_commit(path: Path) -> str:
 
 def facts(archive: Path) -> dict[str, Any]:
     """What an archive says of its measurement; empty if there is none."""
-    if not archive.is_file():
-        return {}
-    with tarfile.open(archive) as tar:
-        first = tar.next()
-        content = tar.extractfile(first) if first and first.name.endswith(f"/{FACTS}") else None
-        found: dict[str, Any] = json.load(content) if content else {}
+    return _first_files(archive).get(FACTS, {})
+
+
+def archived_cells(archive: Path) -> dict[str, Any]:
+    """The cells that an archive has the runs of: another rate, e.g. by --set, is another experiment."""
+    stored = _first_files(archive).get(EXPERIMENT, {})
+    return {key: stored.get(key) for key in CELLS}
+
+
+def cells(experiment: Experiment) -> dict[str, Any]:
+    """What determines the runs of an experiment, but how often each is made."""
+    found = json.loads(experiment.model_dump_json())
+    return {key: found[key] for key in CELLS}
+
+
+def _first_files(archive: Path) -> dict[str, dict[str, Any]]:
+    """The two files at the beginning of an archive, by name; those that are missing are left out."""
+    found: dict[str, dict[str, Any]] = {}
+    if archive.is_file():
+        with tarfile.open(archive) as tar:
+            for entry in itertools.islice(tar, 2):
+                name, content = Path(entry.name).name, tar.extractfile(entry)
+                if content and name in (FACTS, EXPERIMENT):
+                    found[name] = json.load(content)
     return found
 
 
@@ -154,31 +191,20 @@ def _duration(item: Item) -> str:
 
 
 def wait_until_quiet(shares: Iterator[float] | None = None) -> None:
-    """Wait until the processors were in use for less than QUIET_SHARE in QUIET_SAMPLES samples in a row."""
-    shares, quiet, said = shares or busy_shares(), 0, False
-    while quiet < QUIET_SAMPLES:
+    """Wait until the processors were in use for less than QUIET_SHARE in QUIET_SAMPLES samples in a row.
+
+    Exits if that takes longer than QUIET_TIMEOUT_S. The share in use is printed every SAY_EVERY_S.
+    """
+    shares, quiet = shares or busy_shares(SAMPLE_S), 0
+    for number in range(round(QUIET_TIMEOUT_S / SAMPLE_S)):
         share = next(shares)
         quiet = quiet + 1 if share < QUIET_SHARE else 0
-        if not quiet and not said:
-            said = True
-            print(f"waiting: {share:.0%} of the processors are in use, at most {QUIET_SHARE:.0%} may be", flush=True)
-
-
-def busy_shares() -> Iterator[float]:
-    """The share of all processors that was in use or stolen, in one sample after the other."""
-    before = _ticks()
-    while True:
-        time.sleep(SAMPLE_S)
-        now = _ticks()
-        idle, every = (b - a for a, b in zip(before, now, strict=True))
-        yield 1 - idle / every
-        before = now
-
-
-def _ticks() -> tuple[int, int]:
-    """Idle ticks and all ticks of all processors, from /proc/stat; waiting for a disk is idle."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return fields[3] + fields[4], sum(fields)
+        if quiet == QUIET_SAMPLES:
+            return
+        in_use = f"{share:.0%} of the processors are in use, at most {QUIET_SHARE:.0%} may be"
+        if not quiet and number % round(SAY_EVERY_S / SAMPLE_S) == 0:
+            print(f"waiting: {in_use}", flush=True)
+    raise SystemExit(f"after {QUIET_TIMEOUT_S / 60:g} minutes {in_use}. End other work, or use --now.")
 
 
 # --- measure ----------------------------------------------------------------------------------------------------------
@@ -191,23 +217,38 @@ def _bench(name: str) -> bool:
     return current(stored.get(name, {}).get("commit", ""), code_commit(*MEASURED))
 
 
-def sweep(path: Path, archive: Path, repeats: int = 1) -> bool:
-    """Run what is missing of an experiment; write its archive if all runs are there."""
+def sweep(path: Path, archive: Path, repeats: int = 1, now: bool = False) -> bool:
+    """Run what is missing of an experiment; write its archive if all runs are there, undisturbed unless `now`."""
     commit, load = experiment_commit(path), os.getloadavg()[0]
     os.environ["TESTBED_RUNS"] = str(ROOT / "runs" / f"measure-{commit}")
     experiment = Experiment.read(path)
     experiment = experiment.model_copy(update={"repeats": max(repeats, experiment.repeats)})
-    on = "netns" if any(map(_shaped, experiment.runs())) else "process"
     try:
-        runs = api.sweep(experiment, on=on, fresh=not current(commit, commit))
-    except Unavailable as error:  # e.g. delay and loss, which not every kernel has
+        on = substrate_for(experiment.runs())
+        for name in {spec.data.name for spec in experiment.runs() if not spec.emulated}:
+            fetch(name, data_dir(), print)
+        runs = api.sweep(experiment, on=on)
+        if not now and (found := disturbed(runs)):
+            print(f"{path.stem}: once more, because other processes ran beside: {', '.join(found)}", flush=True)
+            for run in runs:
+                if run.folder.name in found:
+                    shutil.rmtree(run.folder)
+            wait_until_quiet()
+            runs = api.sweep(experiment, on=on)
+    except Unavailable as error:  # e.g. delay and loss, which not every kernel has, or a data set
         print(f"{path.stem}: cannot be measured here: {error}", flush=True)
         return False
     if len(runs) < len(experiment.runs()) or not all(_as_wanted(run.summary) for run in runs):
         print(f"{path.stem}: not written, {len(runs.errors)} runs failed", flush=True)
         return False
+    if not now and (found := disturbed(runs)):
+        print(f"{path.stem}: not written, because other processes ran beside: {', '.join(found)}", flush=True)
+        return False
+    if experiment_commit(path) != commit:
+        print(f"{path.stem}: not written, because the code changed meanwhile", flush=True)
+        return False
     measured = {
-        "commit": commit_of_all(commit, experiment_commit(path)),
+        "commit": commit,
         "machine": machine(),
         "load": round(load, 2),
         "repeats": experiment.repeats,
@@ -218,10 +259,36 @@ def sweep(path: Path, archive: Path, repeats: int = 1) -> bool:
     print(f"{path.stem}: {archive.stat().st_size / 1e6:.2f} MB in {archive.relative_to(ROOT)}", flush=True)
     size = sum(file.stat().st_size for file in (ROOT / "results").rglob("*") if file.is_file())
     if size > MAX_RESULTS_BYTES:
-        raise SystemExit(
-            f"results/: {size / 1e6:.1f} MB, at most {MAX_RESULTS_BYTES / 1e6:.0f} are kept. Remove an archive."
-        )
-    return current(measured["commit"], experiment_commit(path))
+        print(f"results/: {size / 1e6:.1f} MB, at most {MAX_RESULTS_BYTES / 1e6:.0f} are kept. Remove an archive.")
+        return False
+    return True
+
+
+def disturbed(runs: Iterable[api.Run]) -> list[str]:
+    """The names of the runs beside which other processes used more of a machine than a table allows without a note."""
+    return sorted(run.folder.name for run in runs if any(machine.is_busy for machine in run.summary.machines))
+
+
+def substrate_for(specs: Sequence[RunSpec]) -> str:
+    """The substrate that an experiment is measured on. Raises Unavailable if delay or loss are possible on none."""
+    if not any(map(_shaped, specs)):
+        return "process"
+    distant = next((plans for plans in map(node_plans, specs) if any(map(_needs_netem, plans))), None)
+    if distant is None:
+        return "netns"
+    try:
+        SUBSTRATES["netns"].check(distant)
+    except Unavailable as refused:
+        try:
+            SUBSTRATES["uml"].check(distant)
+        except Unavailable as also:
+            raise Unavailable(f"{refused}. {also}") from None
+        return "uml"
+    return "netns"
+
+
+def _needs_netem(plan: NodePlan) -> bool:
+    return any(link is not None and link.needs_netem for link in (plan.link, plan.uplink))
 
 
 def _seconds(run: Path) -> float:

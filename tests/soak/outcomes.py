@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from testbed.results.folder import write_whole
+from testbed.spec.errors import Interrupted
 from tests.support.provenance import ROOT, code_commit, current
 
 FOLDER = ROOT / "results" / "soak"
@@ -66,12 +68,20 @@ class Outcomes:
             self.cases = {name: outcome for name, outcome in cases.items() if UNAVAILABLE not in outcome}
 
     def run(self, cases: Iterable[tuple[str, Callable[[], Outcome]]]) -> None:
-        """Run the cases that have no outcome yet. Print one line and write the file after each."""
+        """Run the cases that have no outcome yet. Print one line and write the file after each.
+
+        A case that raises, e.g. because its command hangs or left a damaged file, is a miss; the others follow.
+        """
         for name, case in cases:
             if name in self.cases:
                 continue
             begun = time.monotonic()
-            outcome = case()
+            try:
+                outcome = case()
+            except Interrupted:
+                raise
+            except Exception as error:
+                outcome = {"ok": False, "raised": "".join(traceback.format_exception(error))}
             outcome["took"] = round(time.monotonic() - begun, 2)
             self.cases[name] = outcome
             self.write()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from testbed.report.load import load
 from testbed.results.conclude import Summary
 from testbed.results.folder import TEMPORARY, RunFolder
 from testbed.results.records import read
+from testbed.spec.process_tree import end_descendants
 from tests.support.provenance import ROOT
 
 DEADLINE_S = 5.0  # the ranks' communication deadline in every case
@@ -28,6 +30,7 @@ BATCH = 12
 SMALL = ["--model", "lenet5", "--data", "synthetic", "--batch", str(BATCH), "--set", "probe=false"]
 SMALL += ["--set", f"deadline={DEADLINE_S:g}", "--set", "data.test_subset=100", "--set", "data.subset=1200"]
 TIMEOUT_S = 180.0  # for a command that must end by itself
+KILL_TIMEOUT_S = 10.0  # until a command that was killed is gone
 TORCH_CACHE = "torchinductor_"  # made by torch when DDP is imported, one per user
 SHAPING = ("tbf", "netem", "ingress", "htb")  # qdiscs that the testbed makes
 
@@ -58,13 +61,13 @@ class Run:
 
     def left(self) -> list[str]:
         """Return what still exists of this command: all that carries its mark, temporary files, locks, qdiscs."""
-        own = re.compile(rf"{self.pid}-.+")
-        found = [str(each) for each in ownership.find(everything=True) if own.fullmatch(each.owner)]
+        found = [str(each) for each in owned_by(self.pid)]
         files = temporary(self.folder.path).iterdir()
         found += [str(path) for path in files if not path.name.startswith(TORCH_CACHE)]
         unfinished = self.folder.path.rglob(f".*{TEMPORARY}") if self.folder.path.exists() else ()
         found += map(str, (*unfinished, *self.folder.path.parent.glob(".*.lock")))
-        found += [name for name, owner in _owned_on_engine() if own.fullmatch(owner)] if self.on_engine else []
+        on_engine = _owned_on_engine() if self.on_engine else []
+        found += [name for name, owner in on_engine if owner.startswith(f"{self.pid}-")]
         return found + sorted(shaping() - self.shaped_before)
 
     def started(self) -> bool:
@@ -105,20 +108,48 @@ class Run:
         return only[1] if only and only[0] > 0 else None
 
 
+class CommandHangs(Exception):
+    """A command that did not end in time. It was killed."""
+
+
 def run_testbed(*arguments: str, out: Path, timeout_s: float = TIMEOUT_S) -> Run:
-    """Run `testbed run` to its end, with a separate folder for temporary files."""
+    """Run `testbed run` to its end, with a separate folder for temporary files. Raises CommandHangs."""
     argv = [sys.executable, "-m", "testbed.control", "run", *arguments]
     argv += [] if "--resume" in arguments else ["--out", str(out)]
     temporary(out).mkdir(exist_ok=True)
     env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary(out)), SHARE: "1"}
     shaped_before = shaping()
     process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    output, _ = process.communicate(timeout=timeout_s)
+    output = output_of(process, timeout_s)
     ended, folder = time.monotonic(), RunFolder(out)
     status = json.loads(folder.summary.read_text())["status"] if folder.summary.is_file() else None
     lines = folder.faults.read_text().splitlines() if folder.faults.is_file() else []
     history, on_engine = list(map(json.loads, lines)), "compose" in arguments
     return Run(process.returncode, output, ended, process.pid, folder, status, history, shaped_before, on_engine)
+
+
+def output_of(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """Wait for a command and return what it printed.
+
+    A command that takes longer is killed with all of its processes, and what it made is removed, so that the next case
+    can start. Raises CommandHangs then.
+    """
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired as error:
+        process.send_signal(signal.SIGSTOP)  # so that it starts no rank again meanwhile
+        end_descendants(process.pid)
+        process.kill()
+        process.wait(KILL_TIMEOUT_S)
+        for each in owned_by(process.pid):
+            each.remove()
+        said = (error.output or b"").decode(errors="replace")[-1500:]
+        raise CommandHangs(f"it did not end in {timeout_s:g} s and was killed. It printed: {said}") from None
+
+
+def owned_by(pid: int) -> list[ownership.OwnedResource]:
+    """Return what carries the mark of this process."""
+    return [each for each in ownership.find(everything=True) if each.owner.startswith(f"{pid}-")]
 
 
 def _owned_on_engine() -> list[tuple[str, str]]:
@@ -145,8 +176,7 @@ def shaping() -> frozenset[str]:
 
 def left_by_this_process() -> list[str]:
     """Return what this process left, including cases that run inside it: what carries its mark, scratch folders."""
-    own = re.compile(rf"{os.getpid()}-.+")
-    found = [str(each) for each in ownership.find(everything=True) if own.fullmatch(each.owner)]
+    found = [str(each) for each in owned_by(os.getpid())]
     return found + sorted(map(str, Path(tempfile.gettempdir()).glob(f"{_scratch_prefix()}*")))
 
 

@@ -3,8 +3,8 @@
 What was drawn decides nothing. `verdict` reads what the run left (the history of its faults, its records, its exit
 code) and returns what is wrong with it, so the same rules hold for every sequence:
 
-- an attempt with a fault that no rank survives ends within SILENCE_LIMIT_S of it; one without a fault that can stop a
-  rank does not end
+- an attempt with a fault that no rank survives fails, within SILENCE_LIMIT_S of it; one without a fault that can stop
+  a rank does not fail
 - a failed attempt names a rank that a fault had stopped; the only one, or the first where it was stopped at once and
   well before the others
 - a run that ended well has the parameters of the undisturbed run, every step of every rank, and is in the tables
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from testbed.results.conclude import Summary
 from testbed.results.faults import FaultHistory, read_history
@@ -38,6 +38,7 @@ AT_ONCE = ("kill", "exit", "oom", "disk-full")  # the rank ends by itself; the o
 SILENT = ("pause", "cut")  # the others notice it at their deadline
 SLOWING = ("rate", "slow")  # no rank ends
 TIMEOUT_S = 300.0  # of a run with up to five retries
+UNSEEN_STEPS = 20  # that the controller may not have seen yet when it injects a fault
 MARGIN_S = 1.0  # between a fault and what other ranks and the controller notice of it
 NAMED = re.compile(r"\brank (\d+) \(node\d+\)")  # at the beginning of a message about a failed rank
 
@@ -96,21 +97,35 @@ def sequence_case(base: list[str], flags: list[str], references: References) -> 
 # --- the checker -----------------------------------------------------------------------------------------------------
 
 
+class Injected(NamedTuple):
+    """A fault, when it was injected, and how many steps the controller had seen of its rank."""
+
+    fault: Fault
+    at: float
+    step: int
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What the history says of one attempt."""
 
-    faults: list[tuple[Fault, float]]  # with the moment that each was injected
+    faults: list[Injected]
     failed: float | None  # when the first rank ended without success
     end: float | None  # when the last rank ended, or all were started again
 
     @property
-    def candidates(self) -> list[tuple[Fault, float]]:
+    def candidates(self) -> list[Injected]:
         """Faults that can have stopped a rank, injected before the first rank ended."""
-        silence = sum(fault.lasts or 0.0 for fault, _ in self.faults if fault.kind in (*SILENT, *SLOWING))
+        silence = sum(fault.lasts or 0.0 for fault, _, _ in self.faults if fault.kind in (*SILENT, *SLOWING))
         long = silence > DEADLINE_S / 2  # slower links and several pauses add up, and TCP waits longer after a cut
-        stopping = [each for each in self.faults if _is_fatal(each[0]) or (each[0].kind in SILENT and long)]
-        return [(fault, at) for fault, at in stopping if self.failed is None or at <= self.failed + MARGIN_S]
+        stopping = [each for each in self.faults if _is_fatal(each.fault) or (each.fault.kind in SILENT and long)]
+        return [each for each in stopping if self.failed is None or each.at <= self.failed + MARGIN_S]
+
+    @property
+    def survived(self) -> list[Fault]:
+        """Faults that no rank survives, of an attempt that ended well; a kill also after the last step."""
+        fatal = [each for each in self.candidates if _is_fatal(each.fault)]
+        return [each.fault for each in fatal if each.fault.kind == "kill" or each.step <= STEPS - UNSEEN_STEPS]
 
 
 def _is_fatal(fault: Fault) -> bool:
@@ -146,7 +161,8 @@ def verdict(run: Run, reference: str | None) -> list[str]:
 
 def _attempts(history: FaultHistory) -> Iterator[Attempt]:
     for events in history.attempts:
-        faults = [(Fault.parse(each["fault"]), float(each["begun"])) for each in events if each["event"] == "injected"]
+        found = [each for each in events if each["event"] == "injected"]
+        faults = [Injected(Fault.parse(each["fault"]), float(each["begun"]), int(each["step"])) for each in found]
         failures = [float(each["at"]) for each in events if each["event"] == "ended" and each["code"]]
         ends = [float(each["at"]) for each in events if each["event"] in ("ended", "again")]
         yield Attempt(faults, min(failures, default=None), max(ends, default=None))
@@ -156,19 +172,19 @@ def _wrong_attempt(attempt: Attempt, message: str | None) -> list[str]:
     """`message`: what was said of its failure; None if it ended well."""
     candidates = attempt.candidates
     if message is None:
-        return [f"it survived {fault}" for fault, _ in candidates if fault.kind == "kill"]
+        return [f"it survived {fault}" for fault in attempt.survived]
     late = [
         f"it ended {attempt.end - at:.1f} s after {fault}"
-        for fault, at in candidates
+        for fault, at, _ in candidates
         if _is_fatal(fault) and attempt.end is not None and attempt.end - at > SILENCE_LIMIT_S
     ]
     named = NAMED.match(message)
     if named is None:
         return [*late, f"no rank is named in {message[:120]!r}"]
-    allowed = {fault.rank for fault, _ in candidates}
+    allowed = {each.fault.rank for each in candidates}
     first, later = candidates[:1], candidates[1:]
-    if first and first[0][0].kind in AT_ONCE and all(at - first[0][1] > MARGIN_S for _, at in later):
-        allowed = {first[0][0].rank}
+    if first and first[0].fault.kind in AT_ONCE and all(each.at - first[0].at > MARGIN_S for each in later):
+        allowed = {first[0].fault.rank}
     if int(named[1]) not in allowed:
         late.append(
             f"rank {named[1]} is named; stopped by a fault: {sorted(rank for rank in allowed if rank is not None)}"

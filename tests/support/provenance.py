@@ -37,10 +37,12 @@ def machine() -> str:
 
 
 def changes_since(stored: str, *paths: str) -> int | None:
-    """Return how many commits changed these paths since the stored one; None if it is not in this history."""
-    commit = stored.removesuffix(DIRTY)
-    known = commit and _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
-    return int(_git("rev-list", "--count", f"{commit}..HEAD", "--", *paths)) if known else None
+    """Return how many commits changed these paths since the stored one.
+
+    None if it is not in this history, or dirty: what was changed then is in no commit.
+    """
+    known = stored and not stored.endswith(DIRTY) and _git("rev-parse", "--verify", "--quiet", f"{stored}^{{commit}}")
+    return int(_git("rev-list", "--count", f"{stored}..HEAD", "--", *paths)) if known else None
 
 
 def has_whole_history() -> bool:

@@ -29,6 +29,7 @@ from testbed.rank.train import deadline
 from testbed.results.conclude import Summary
 from testbed.results.observations import Calls
 from testbed.results.records import Step
+from testbed.spec.errors import Unavailable
 from testbed.spec.run import RunSpec
 from testbed.spec.units import parse_size
 from tests.bench import __main__ as bench
@@ -45,11 +46,19 @@ GOOD, POOR = Figure(name="good", value=1.0, high=2.0), Figure(name="poor", value
 Bench = Callable[..., tuple[int, list[str]]]
 
 
-def test_make_bench_measures_no_part_that_is_only_for_a_change(run_bench: Bench) -> None:
+@pytest.mark.parametrize("by_name", ["first-layers", "models-gpt-1.0", "sizes-gpt-1.0"])
+def test_make_bench_measures_models_sizes_and_parts_for_a_change_only_by_name(run_bench: Bench, by_name: str) -> None:
     assert set(bench.ONLY_BY_NAME) < bench.PARTS.keys()
-    both = {"a": [GOOD], "first-layers": [UNLIMITED]}
+    both = {"a": [GOOD], by_name: [UNLIMITED]}
     assert run_bench("abc", **both) == (0, ["a"])
-    assert run_bench("abc", "first-layers", **both) == (0, ["first-layers"])
+    assert run_bench("abc", by_name, **both) == (0, [by_name])
+
+
+def test_it_is_known_how_long_each_part_takes() -> None:
+    stored = json.loads((ROOT / "results" / "bench.json").read_text())
+    assert all(bench.minutes_of(part, stored.get(part, {})) for part in bench.PARTS)
+    assert bench.minutes_of("step-1.0", {"seconds": 90}) == 1.5
+    assert bench.minutes_of("step-1.0", {}) == bench.EXPECTED_MINUTES["step"]
 
 
 @pytest.mark.parametrize("module", sorted(path.stem for path in (ROOT / "tests" / "bench").glob("*.py")))
@@ -142,17 +151,28 @@ def test_measured_lists_every_file_that_the_figures_depend_on() -> None:
     assert found - {"tests/support/provenance.py"} <= set(listed.stdout.split()) | {"tests/bench.py"}
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (SystemExit("other processes disturbed every step"), "other processes disturbed every step"),
+        (Unavailable("no namespaces"), "no namespaces"),
+        (subprocess.CalledProcessError(1, ["docker", "ps"], stderr="no engine"), "Traceback"),
+        (RuntimeError("no first step"), "Traceback"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_part_that_cannot_be_measured_does_not_keep_the_others_from_it(
-    run_bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: BaseException, says: str
 ) -> None:
     def disturbed() -> Iterator[Figure]:
         yield GOOD
-        raise SystemExit("other processes disturbed every step")
+        raise error
 
     assert run_bench("abc", a=disturbed(), b=[GOOD]) == (1, ["a", "b"])
     assert json.loads((tmp_path / "bench.json").read_text()).keys() == {"b"}
     printed = capsys.readouterr().out
-    assert "a is not measured: other processes disturbed every step" in printed and "not measured: a." in printed
+    assert f"a is not measured: {says}" in printed and "not measured: a." in printed
+    assert str(getattr(error, "stderr", error)) in printed
     assert run_bench("abc", "--resume", a=[GOOD], b=[GOOD]) == (0, ["a"])
 
 

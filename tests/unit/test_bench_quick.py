@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from testbed.results.folder import EXPERIMENT
+from testbed.spec.errors import Unavailable, UsageError
 from testbed.spec.experiment import Experiment
 from tests.bench import __main__ as bench
 from tests.bench import measure, quick
@@ -109,6 +110,33 @@ def test_without_committed_figures_it_says_how_to_measure_them(
     monkeypatch.setattr(quick, "ARCHIVE", tmp_path / "none.tar.xz")
     assert run_quick() == (2, [])
     assert "make measure ARGS=quick" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [Unavailable("no namespaces here"), RuntimeError("no namespaces here")])
+@pytest.mark.parametrize("where", ["part", "sweep"])
+def test_a_machine_that_cannot_measure_is_no_regression(
+    run_quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, where: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    run_quick(EQUAL)  # it puts the replacements in place
+    monkeypatch.setattr(*((quick, "PARTS", {"loop": refuse}) if where == "part" else (quick.api, "sweep", refuse)))
+    capsys.readouterr()
+    assert quick.main() == 2
+    printed = capsys.readouterr().out
+    assert "quick: not measured: " in printed and "no namespaces here" in printed and "make measure" not in printed
+
+
+def test_without_a_run_in_common_it_says_how_to_measure_again(
+    run_quick: Quick, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UsageError("no run of A has the spec of one in B.")
+
+    monkeypatch.setattr(quick, "compare", refuse)
+    assert run_quick(EQUAL)[0] == 2
+    assert "Measure the committed figures again: make measure ARGS=quick" in capsys.readouterr().out
 
 
 def test_the_experiment_has_a_control() -> None:

@@ -92,6 +92,16 @@ def test_figures_older_than_the_rule_are_listed_and_each_table_says_so() -> None
     assert bool(shown) == bool(found)
 
 
+def test_a_release_has_no_old_figure() -> None:
+    """The changelog of a release has nothing under [Unreleased]."""
+    unreleased = text_of("CHANGELOG.md").partition("## [Unreleased]")[2].partition("\n## [")[0]
+    assert unreleased.strip() or generate.old() == [], "Measure them again: make measure"
+
+
+def test_continuous_integration_has_the_history_that_ages_are_counted_in() -> None:
+    assert re.search(r"uses: actions/checkout@v4\n\s+with:\n\s+fetch-depth: 0\b", text_of(".github/workflows/ci.yml"))
+
+
 @pytest.mark.parametrize(
     ("changes", "is_old"), [(0, False), (generate.MOST_CHANGES, False), (generate.MOST_CHANGES + 1, True), (None, True)]
 )
@@ -130,7 +140,7 @@ def test_changes_are_counted_by_the_paths_that_a_commit_touches(
         commits.append(git("rev-parse", "--short", "HEAD"))
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     assert [provenance.changes_since(commit, "code") for commit in commits] == [2, 2, 1, 0]
-    assert provenance.changes_since(commits[0] + provenance.DIRTY, "code") == 2
+    assert provenance.changes_since(commits[0] + provenance.DIRTY, "code") is None
     assert provenance.changes_since("0123456", "code") is None and provenance.changes_since("", "code") is None
     assert provenance.has_whole_history()
     monkeypatch.setattr(provenance, "ROOT", tmp_path / ".." / "nothing")
@@ -196,6 +206,7 @@ def test_a_new_part_gets_rows_limits_and_its_commit(monkeypatch: pytest.MonkeyPa
         "models-b": {"commit": "abc", "figures": []},
     }
     monkeypatch.setattr(generate, "bench_file", lambda: parts)
+    monkeypatch.setattr(generate, "PARTS", parts)
     assert generate.bench("models") == [
         "| figure | measured | limit |",
         "| --- | ---: | ---: |",
@@ -206,6 +217,17 @@ def test_a_new_part_gets_rows_limits_and_its_commit(monkeypatch: pytest.MonkeyPa
         "",
         "2 of 3 limits are met. Measured at commit abc: `models-a` (load 0.25 before), `models-b`.",
     ]
+
+
+def test_what_is_not_measured_is_named_below_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = {"commit": "abc", "figures": [figure("bytes", 1.0)]}
+    monkeypatch.setattr(generate, "bench_file", lambda: {"loop": loop, "attach-cost": loop})
+    assert generate.bench("loop", "waiting")[-1] == "Measured at commit abc: `loop`. Not measured yet: `waiting`."
+    assert generate.bench("attach")[-1].endswith(" Not measured yet: `attach-ddp`, `attach-instead`.")
+    assert generate.bench("loop")[-1] == "Measured at commit abc: `loop`."
+    assert generate.bench("waiting") == generate.UNMEASURED
+    monkeypatch.setattr(generate, "experiment_files", lambda: [Path("r0.toml"), Path("wan.toml"), Path("new.toml")])
+    assert generate.sweeps()[-1] == "Without records yet (`make measure` makes them): `new`, `r0`."
 
 
 def test_a_grid_has_its_limits_once_if_columns_share_them(monkeypatch: pytest.MonkeyPatch) -> None:

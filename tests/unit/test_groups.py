@@ -38,6 +38,15 @@ def test_a_group_that_cannot_run_is_skipped_locally_and_fails_in_ci(
     assert "ip and tc not found" in done.stdout or "need root" in done.stdout
 
 
+def test_only_a_test_marked_quiet_samples_the_machine_and_its_failure_says_how_busy_it_was(tmp_path: Path) -> None:
+    test = "import pytest\n\n@pytest.mark.quiet\ndef test_one():\n    assert 0\n\ndef test_two():\n    assert 0\n"
+    (tmp_path / "test_one.py").write_text(test)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    quiet: measures\n")
+    done = run_pytest(str(tmp_path / "test_one.py"), cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(TESTS.parent)})
+    assert "2 failed" in done.stdout
+    assert done.stdout.count("of the processors were in use before this test") == 1
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_group_is_in_the_table_for_contributors(group: str) -> None:
     assert f"| `tests/{group}` |" in (TESTS.parent / "CONTRIBUTING.md").read_text()

@@ -14,6 +14,7 @@ import pytest
 import testbed
 from testbed.control.substrates.clone import project_name
 from testbed.spec.errors import Interrupted
+from testbed.spec.experiment import Experiment
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -129,3 +130,11 @@ def test_the_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     words = re.findall(r"[^\W_]+", "\n".join(line for line in lines if not line.startswith(("|", "<!--"))))
     assert len(words) <= MAX_README_WORDS
+
+
+def test_experiments_of_the_readme_use_data_that_make_data_fetches() -> None:
+    text, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"experiments/[\w-]+\.toml", text))
+    fetched = set(re.findall(r"testbed data get (\w+)", makefile))
+    used = {spec.data.name for name in named for spec in Experiment.read(ROOT / name).runs()}
+    assert named and used <= fetched | {"synthetic"}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import repeat
+from tests.support import provenance
 from tests.support.provenance import DIRTY
 
 GREEN = {"code": 0, "failed": [], "tests": 3, "skipped": 1, "seconds": 90}
@@ -82,3 +83,22 @@ def test_the_busy_core_is_over_with_the_run() -> None:
 def test_every_result_that_is_kept_can_be_read() -> None:
     for result in repeat.read(repeat.RESULTS):
         assert {"commit", "load", "beside", "seconds", "code", "tests", "failed"} <= result.keys(), json.dumps(result)
+
+
+def test_a_change_of_any_file_but_the_results_themselves_asks_for_new_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    argv = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    subprocess.run([*argv, "init", "-q"], check=True)
+    commits = []
+    for name in ("README.md", "Makefile", "results/bench.json", "results/repeat.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a line\n")
+        subprocess.run([*argv, "add", "-A"], check=True)
+        subprocess.run([*argv, "commit", "-qm", name], check=True)
+        commits.append(provenance.code_commit(*repeat.TESTED))
+    (tmp_path / "results" / "repeat.jsonl").write_text("another line\n")
+    assert len(set(commits)) == 3 and commits[2] == commits[3] == provenance.code_commit(*repeat.TESTED)
+    (tmp_path / "README.md").write_text("changed\n")
+    assert provenance.code_commit(*repeat.TESTED) == commits[3] + DIRTY

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +18,7 @@ import pytest
 
 from testbed.results.faults import FaultHistory
 from testbed.results.folder import RunFolder
+from testbed.spec.errors import Interrupted
 from testbed.spec.experiment import Experiment
 from testbed.spec.fault import FAULT_KINDS
 from tests.soak import faults, hostile, outcomes, runs, sequences
@@ -60,6 +66,44 @@ def test_outcomes_of_uncommitted_changes_are_not_reused(tmp_path: Path, monkeypa
     monkeypatch.setattr(outcomes, "code_commit", lambda *_: "abc" + DIRTY)
     Outcomes("part", PROMISE, tmp_path).run([("a", lambda: {"ok": True})])
     assert Outcomes("part", PROMISE, tmp_path).cases == {}
+
+
+def test_a_case_that_raises_is_a_stored_miss_and_the_others_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outcomes, "code_commit", lambda *_: "abc")
+
+    def hangs() -> dict[str, Any]:
+        raise runs.CommandHangs("it did not end in 300 s")
+
+    Outcomes("part", PROMISE, tmp_path).run([("seed 7", hangs), ("seed 8", lambda: {"ok": True})])
+    stored = Outcomes("part", PROMISE, tmp_path).cases
+    assert [outcome["ok"] for outcome in stored.values()] == [False, True]
+    assert "it did not end in 300 s" in stored["seed 7"]["raised"]
+    assert "MISS seed 7: " in capsys.readouterr().out
+
+    def interrupted() -> dict[str, Any]:
+        raise Interrupted("stopped by SIGTERM")
+
+    with pytest.raises(Interrupted):
+        Outcomes("part", PROMISE, tmp_path).run([("seed 9", interrupted)])
+
+
+def test_a_command_that_hangs_is_killed_with_all_of_its_processes(tmp_path: Path) -> None:
+    """Also one with a session of its own, as ranks have. It ignores SIGTERM, and starts another when one ends."""
+    code = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('begun', flush=True)\n"
+        "while True: subprocess.Popen(['sleep', sys.argv[1]], start_new_session=True).wait()"
+    )
+    seconds = f"{1000 + os.getpid()}.5"  # no other process has this argument
+    argv = [sys.executable, "-c", code, seconds]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with process, pytest.raises(runs.CommandHangs, match=r"did not end in 2 s .* It printed: begun"):
+        runs.output_of(process, 2.0)
+    assert process.returncode == -signal.SIGKILL
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            assert seconds.encode() not in path.read_bytes().split(b"\0")
 
 
 def test_without_an_engine_the_container_cases_are_missed_and_not_stored(
@@ -173,7 +217,7 @@ def test_the_promise_counts_every_kill_point_after_a_checkpoint() -> None:
 # --- the checker of random sequences --------------------------------------------------------------------------------
 
 KILLED = [
-    ("injected", {"fault": "kill:rank1@step5", "rank": 1, "begun": 10.0}),
+    ("injected", {"fault": "kill:rank1@step5", "rank": 1, "step": 5, "begun": 10.0}),
     ("ended", {"rank": 1, "code": -9, "at": 10.1}),
 ]
 OTHERS = [("ended", {"rank": rank, "code": 6, "at": 10.4}) for rank in (0, 2, 3)]
@@ -198,12 +242,12 @@ def test_a_killed_rank_that_is_named_in_time_is_right() -> None:
         ([*KILLED, ("ended", {"rank": 0, "code": 6, "at": 25.0})], "rank 1 (node1) died", "it ended 15.0 s after"),
         ([KILLED[0], *AGAIN[1:]], None, "it survived kill:rank1@step5"),
         (
-            [("injected", {"fault": "slow:rank1@step5+1s=0.5cpu", "rank": 1, "begun": 1.0}), *OTHERS],
+            [("injected", {"fault": "slow:rank1@step5+1s=0.5cpu", "rank": 1, "step": 5, "begun": 1.0}), *OTHERS],
             "rank 1 (node1) ",
             "rank 1 is",
         ),
         (
-            [*KILLED[:1], ("injected", {"fault": "cut:rank2@step5", "rank": 2, "begun": 12.0}), *OTHERS],
+            [*KILLED[:1], ("injected", {"fault": "cut:rank2@step5", "rank": 2, "step": 5, "begun": 12.0}), *OTHERS],
             "rank 2 (node2) is silent",
             "rank 2 is named",
         ),
@@ -215,6 +259,23 @@ def test_the_checker_sees_what_is_wrong_with_an_attempt(
 ) -> None:
     (line,) = sequences._wrong_attempt(attempts(*events)[0], message)
     assert line.startswith(wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "fatal"),
+    [
+        *((f"{kind}:rank1@step5", 5, True) for kind in (*sequences.AT_ONCE, *sequences.SILENT)),
+        *((f"{kind}:rank1@step5", 95, False) for kind in ("exit", "oom", "disk-full", "pause", "cut")),
+        ("kill:rank1@step5", 95, True),
+        ("pause:rank1@step5+8s", 5, False),
+        ("slow:rank1@step5+1s=0.5cpu", 5, False),
+    ],
+)
+def test_a_fault_that_stops_its_rank_must_not_be_survived(fault: str, step: int, fatal: bool) -> None:
+    """Near the end its rank may have done its last step before the controller sees that."""
+    injected = ("injected", {"fault": fault, "rank": 1, "step": step, "begun": 10.0})
+    (attempt,) = attempts(injected, *AGAIN[1:])
+    assert sequences._wrong_attempt(attempt, None) == ([f"it survived {fault}"] if fatal else [])
 
 
 def test_every_kind_of_fault_has_a_rule_in_the_soak_and_a_case_in_the_experiment() -> None:
