@@ -363,8 +363,12 @@ class ForwardWaits:
         self.model, self.buckets, self.wait = model, buckets, wait
         self.can_wait = model in hookable(model)
         self.waits = {module: self._buckets_of(list(module.parameters(recurse=False))) for module in model.modules()}
-        self.hooks = {module: module.register_forward_pre_hook(self._before) for module in hookable(model)}
+        self.hooks = {module: self._hook(module) for module in hookable(model)}
         self.reads: Reads | None = Reads(model)
+
+    def _hook(self, module: Module) -> RemovableHandle:
+        """Wait before the hooks that the model has: those of weight_norm and prune compute the weight."""
+        return module.register_forward_pre_hook(self._before, prepend=True)
 
     def _buckets_of(self, parameters: list[Parameter]) -> list[Bucket]:
         return [bucket for bucket in self.buckets if any(bucket.holds(p) for p in parameters)]
