@@ -65,7 +65,7 @@ class Pipeline(BaseSynchronizer):
         self.scratch = torch.empty(longest, dtype=values.dtype)
         update.own_shards([bucket.values[self.group.rank] for bucket in self.buckets])
         self.views = dict(zip(parameters, views(self.gradients, parameters), strict=True))
-        self.readiness = Readiness([bucket.parameters for bucket in self.buckets], self._launch)
+        self.readiness = Readiness(self.mode, [bucket.parameters for bucket in self.buckets], self._launch)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self.forward = ForwardWaits(model, self.buckets, self._wait_before_forward)
@@ -114,6 +114,7 @@ class Pipeline(BaseSynchronizer):
         """Copy a complete gradient to the buffer that it is sent from."""
         if not self.readiness.paused:
             with self.timeline.copying():
+                self.readiness.check_first(parameter)
                 self._check_waited(parameter)
                 self._copy_gradient(parameter)
                 self.readiness.ready(parameter)
