@@ -22,7 +22,8 @@ def parameter_hash(model: nn.Module) -> str:
     """Return the SHA-256 of the bytes of all parameters, in order."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
+        whole = parameter.detach().contiguous().reshape(-1)
+        digest.update(whole.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
 
 

@@ -298,7 +298,7 @@ def evaluate(
     """
     share_statistics(model, group, spec.batchnorm)
     split = spec.evaluate == "split" and group.size > 1
-    tally = _test(model, dataset, group, split)
+    tally = _test(model, dataset, group, split, getattr(torch, spec.dtype))
     loss, correct, labels = _sum(tally, group, f"eval/{step}") if split else (tally.loss, tally.correct, tally.labels)
     return Eval(
         step=step,
@@ -312,9 +312,8 @@ def evaluate(
     )
 
 
-def _test(model: nn.Module, dataset: Dataset, group: Group, split: bool) -> Tally:
+def _test(model: nn.Module, dataset: Dataset, group: Group, split: bool, dtype: torch.dtype) -> Tally:
     tally = Tally()
-    dtype = next(model.parameters()).dtype
     model.eval()
     with torch.no_grad():
         for images, labels in test_batches(dataset, group.rank, group.size, split, dtype=dtype):

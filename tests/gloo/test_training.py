@@ -191,6 +191,46 @@ def test_a_model_in_channels_last_order_stays_so_and_is_trained_as_by_one_node(
     assert_same_parameters(many, one)
 
 
+MIXED = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, classes, channels):
+        super().__init__()
+        self.base = nn.Linear(channels, 8).to(torch.bfloat16).requires_grad_(False)
+        self.head = nn.Linear(8, classes)
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(1.0, 5.0)))
+
+    def forward(self, x):
+        x = self.base(x.to(torch.bfloat16)).to(x.dtype)
+        turned = torch.view_as_complex(x.unflatten(1, (4, 2)).contiguous()) * self.turns
+        return self.head(torch.view_as_real(turned).flatten(1))
+
+
+def make(classes, channels):
+    return Net(classes, channels)
+"""
+
+
+@pytest.fixture(scope="module")
+def train_mixed(train_file: Train, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Its first parameters are frozen and bfloat16, and a constant is complex."""
+    file = tmp_path_factory.mktemp("mixed") / "net.py"
+    file.write_text(MIXED)
+    data = {"name": f"{repository / 'examples' / 'own_model.py'}:load", "subset": 240, "test_subset": 24}
+    return lambda mode: train_file(model=f"{file}:make", data=data, steps=6, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["ring", "server", "ddp", "ring/bucket:1KiB/overlap", "ring/bucket:1KiB/pipeline"])
+def test_a_model_with_a_frozen_base_of_another_type_is_trained_as_by_one_node(train_mixed: Train, mode: str) -> None:
+    one, many = train_mixed(mode="single"), train_mixed(mode=mode)
+    assert len(set(many.hashes)) == 1
+    np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE["float64"])
+    assert_same_parameters(many, one)
+
+
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 FEW = {"nodes": 3, "batch": 6, "steps": 3, "warmup": 0, "optimizer": {"lr": 0.02}}
