@@ -16,11 +16,13 @@ What is written lies between two marks. The first word after `begin` is a row of
     quick               what `make run` prints
     predictions         what `testbed predict --check` predicted and measured, from results/predict
     mistakes            what is wrong in the published figures, from the experiment files
+    transports NAME...  which transport the pipeline had in the parts of the bench that the next text speaks of
 
 How old a figure may be: at most MOST_CHANGES commits may have changed the code that it speaks of since it was measured.
 A figure of uncommitted changes is too old at once. `make docs` lists the figures that are older in results/old.json,
 and each table names its own. A test fails if that list is wrong, so a figure that becomes too old is measured again or
-is shown to be old. Another one fails if the list is not empty in a release.
+is shown to be old. Another one fails if the list is not empty in a release. The list also has the parts of the bench
+that were measured while the pipeline sent through Gloo; tables, rows and text say so.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from testbed.report.model import Chapter, chapters
 from testbed.report.published import published
 from testbed.report.tables import Table, as_text, modes
 from testbed.results.table import BUSY_MARK, caption, format_table, table
+from testbed.spec.errors import SpecError
 from testbed.spec.experiment import Experiment
 from testbed.spec.fault import FAULT_KINDS
 from testbed.spec.mode import ALGORITHMS, CODECS, SCHEDULES, SyncMode, codecs_of
@@ -54,7 +57,7 @@ from tests.bench.models import sizes_table
 from tests.bench.models import table as models_table
 from tests.soak.__main__ import PARTS as SOAK_PARTS
 from tests.soak.outcomes import SOAKED
-from tests.support.provenance import changes_since, has_whole_history
+from tests.support.provenance import changes_since, has_file, has_whole_history
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "results" / "bench.json"
@@ -64,6 +67,8 @@ PREDICT = ROOT / "results" / "predict"  # NAME.json: measured.json of `testbed p
 SOAK = ROOT / "results" / "soak"
 OLD = ROOT / "results" / "old.json"  # figures that are older than the rule allows, e.g. "bench loop"
 MOST_CHANGES = 50
+TRANSPORT = "testbed/rank/sync/transport.py"  # before the commit that added it, the pipeline sent through Gloo
+PIPELINE = re.compile("pipeline|exact modes")  # in the figures of a part: it measured a pipeline
 MAX_ROWS = 24  # of a table in a document: the rest is left out
 DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 BLOCK = re.compile(r"(<!-- begin ([^\n(]+?) \(made by `make docs`\) -->\n).*?(<!-- end \2 -->\n)", re.S)
@@ -75,7 +80,10 @@ UNMEASURED = ["Not measured yet."]
 
 
 def too_old() -> list[str] | None:
-    """Figures that are older than the rule allows, by name; None if the history is not there, as in a shallow clone."""
+    """Figures that are older than the rule allows, by name; None if the history is not there, as in a shallow clone.
+
+    `gloo NAME` is a part of the bench with a pipeline that was measured before the pipeline had its own transport.
+    """
     if not has_whole_history():
         return None
     sweeps = sorted(path.name.removesuffix(".tar.xz") for path in SWEEPS.glob("*.tar.xz"))
@@ -90,7 +98,10 @@ def too_old() -> list[str] | None:
         f"soak {name}": (of["commit"], (*SOAKED, *SOAK_PARTS[name][2].also)) for name, of in soak_files().items()
     }
     figures |= {f"predict {name}": (_oldest(_commits(of)), ("testbed",)) for name, of in predict_files().items()}
-    return sorted(name for name, (commit, paths) in figures.items() if _is_old(changes_since(commit, *paths)))
+    found = [name for name, (commit, paths) in figures.items() if _is_old(changes_since(commit, *paths))]
+    pipelines = {name: part["commit"] for name, part in bench_file().items() if PIPELINE.search(json.dumps(part))}
+    found += [f"gloo {name}" for name, commit in pipelines.items() if not has_file(commit, TRANSPORT)]
+    return sorted(found)
 
 
 def _oldest(commits: Lines) -> str:
@@ -114,6 +125,21 @@ def _age(kind: str, *names: str) -> str:
     found = [name for name in names if f"{kind} {name}" in old()]
     which = "" if found == list(names) else f": {', '.join(f'`{name}`' for name in found)}"
     return f" Old: more than {MOST_CHANGES} later commits changed the measured code{which}." if found else ""
+
+
+def _through_gloo(*parts: str) -> list[str]:
+    return [name for name in parts if f"gloo {name}" in old()]
+
+
+def transports(*names: str) -> Lines:
+    """A sentence above a text: which transport the pipeline had in the parts that it speaks of."""
+    gloo = _through_gloo(*names)
+    kinds = {
+        "`pipeline` sent through Gloo": gloo,
+        "`pipeline` had its own transport": [n for n in names if n not in gloo],
+    }
+    said = [f"{', '.join(f'`{name}`' for name in of)} ({kind})" for kind, of in kinds.items() if of]
+    return [f"The text below is about the figures of {' and '.join(said)}."]
 
 
 # --- rows of testbed/spec --------------------------------------------------------------------------------------------
@@ -222,15 +248,16 @@ def _grid(part: Part, pattern: str) -> Lines:
 
 def steps() -> Lines:
     """A row for each part `step-...`, the slowest network first."""
-    head = ["rate", "C/(F+B)", "C, F+B", "`ddp`, s", "DDP's best, s", "`pipeline`, s", "`ddp` / `pipeline`"]
+    head = ["rate", "C/(F+B)", "C, F+B", "`ddp`, s", "DDP's best, s", "`pipeline`, s", "sent through"]
+    head += ["`ddp` / `pipeline`"]
     head += ["DDP's best / `pipeline`", "`pipeline` / max(C, F+B)", "bytes / minimum"]
     parts = parts_named("step")
-    rows = sorted((_step_row(part["figures"]) for part in parts.values()), key=lambda row: row[0])
+    rows = sorted((_step_row(name, part["figures"]) for name, part in parts.items()), key=lambda row: row[0])
     lines = [f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
     return [*lines, *(f"| {' | '.join(cells)} |" for _, cells in rows), "", _measured_at(parts, "step")]
 
 
-def _step_row(figures: list[Figure]) -> tuple[float, Lines]:
+def _step_row(part: str, figures: list[Figure]) -> tuple[float, Lines]:
     """The rate in bits per second, and the cells of a row of `steps`."""
 
     def one(name: str, detail: str) -> tuple[Figure, re.Match[str], re.Match[str]]:
@@ -255,6 +282,7 @@ def _step_row(figures: list[Figure]) -> tuple[float, Lines]:
         f"{default_times[4]}",
         f"{best_times[2]} ({size(best_times[1])})",
         f"{default_times[2]} ({size(default_times[1])})",
+        "Gloo" if _through_gloo(part) else "its own transport",
     ]
     ratios = [
         f"{_value(each, 2)}{_missed(each)}" + (f" (limit {_number(_bound(each))})" if _limit(each) else "")
@@ -307,7 +335,19 @@ def profile() -> Lines:
 
 
 def _name(figure: Figure) -> str:
-    return str(figure["name"]).replace("|", "/")
+    """The name of a figure. A mode that was removed since is named as such."""
+    words = str(figure["name"]).replace("|", "/").split()
+    return " ".join(f"{word} (removed since)" if _is_removed_mode(word) else word for word in words)
+
+
+def _is_removed_mode(word: str) -> bool:
+    if "/bucket:" not in word:  # "gather/scatter" is no mode either
+        return False
+    try:
+        SyncMode.parse(word.rstrip(","))
+    except SpecError:
+        return True
+    return False
 
 
 def _value(figure: Figure, digits: int = 3) -> str:
@@ -344,7 +384,7 @@ def _measured_at(parts: dict[str, Part], *names: str) -> str:
     """
     limits = [each["met"] for part in parts.values() for each in part["figures"] if _limit(each)]
     met = f"{sum(limits)} of {len(limits)} limits are met. " if limits else ""
-    commits: dict[str, Lines] = {}
+    commits, gloo = dict[str, Lines](), _through_gloo(*parts)
     for name, part in parts.items():
         load = part.get("load")
         commits.setdefault(part["commit"], []).append(
@@ -355,6 +395,7 @@ def _measured_at(parts: dict[str, Part], *names: str) -> str:
         + "; ".join(f"{commit}: {', '.join(names)}" for commit, names in commits.items())
         + "."
         + _age("bench", *parts)
+        + (f" There `pipeline` sent through Gloo: {', '.join(f'`{name}`' for name in gloo)}." if gloo else "")
         + _not_measured(part for part in PARTS if part not in parts and _is_named(part, names))
     )
 
@@ -560,7 +601,7 @@ MADE: dict[str, Callable[..., Lines]] = {
     each.__name__: each
     for each in (
         *(algorithms, schedules, codecs, faults),
-        *(bench, steps, models, sizes, profile),
+        *(bench, steps, models, sizes, profile, transports),
         *(soak, predictions, sweeps, earlier, quick, mistakes),
     )
 }

@@ -5,6 +5,7 @@ Stored images stay memory-mapped bytes until their batch is made.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ POOL_SAMPLES = 4096  # distinct synthetic images or sequences; a larger data set
 SYNTHETIC_SEED = 20_240_229  # not the seed of the run: all runs have the same synthetic data sets
 PATTERN = (48, 80)  # grey values of a class's pattern: faint, so that learning takes some steps
 NOISE = 128  # range of grey values of the noise that is added to a pattern
+FINGERPRINT_SAMPLES = 64  # of a user's data set; reading one may mean to decode an image
 FOLLOWERS = 4  # tokens that may follow a token of the synthetic text, equally likely
 
 
@@ -136,6 +138,35 @@ class OwnData:
         found, labels = default_collate([self.samples[int(row)] for row in self.rows[indices]])
         return found.to(dtype) if found.is_floating_point() else found, labels.to(torch.int64)
 
+    def fingerprint(self) -> str:
+        """A hash of its size and of some labels. Samples are left out: a data set may change them at random."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), FINGERPRINT_SAMPLES)).astype(np.int64)
+        labels = self.batch(rows, None, torch.float32)[1]
+        about = (len(self.samples), self.shape, self.classes, labels.tolist())
+        return hashlib.sha256(repr(about).encode()).hexdigest()
+
+
+def open_datasets(
+    name: str,
+    root: Path,
+    subsets: tuple[int | None, int | None] = (None, None),
+    seed: int = 0,
+    shape: Shape | None = None,
+    size: int | None = None,
+    own: Path | None = None,
+) -> tuple[Dataset, Dataset]:
+    """Return the training and the test set. See open_dataset; a user's function makes both, so it is called once."""
+    info = dataset_info(name)
+    if own is not None and info.unit == "samples":
+        made = zip(_own_data(info, own), subsets, strict=True)
+        train, test = (each if few is None else _subset(each, few, seed, info.unit) for each, few in made)
+        return train, test
+    train, test = (
+        open_dataset(name, root, part, few, seed, shape, size, own)
+        for part, few in zip((True, False), subsets, strict=True)
+    )
+    return train, test
+
 
 def open_dataset(
     name: str,
@@ -150,13 +181,11 @@ def open_dataset(
     """Open a fetched data set, or generate a synthetic one in `shape`; draw `subset` of its samples with `seed`.
 
     Images are stored, cropped and flipped in their own size; then a batch is resized to `size` x `size`. `own` is the
-    copy of the user's file that `name` refers to.
+    copy of the user's text that `name` refers to.
     """
     info = dataset_info(name)
     dataset: Dataset
-    if own is not None and info.unit == "samples":
-        dataset = _own_data(info, own, train)
-    elif own is not None:
+    if own is not None:
         dataset = _text_of_file(info, own, train, shape or info.shape)
     elif info.unit == "sequences":
         dataset = _synthetic_text(info, train, shape or info.shape)
@@ -227,7 +256,7 @@ def _text_of_file(info: DatasetInfo, path: Path, train: bool, shape: Shape) -> T
     return Text(info.name, windows, starts, shape, info.classes)
 
 
-def _own_data(info: DatasetInfo, path: Path, train: bool) -> OwnData:
+def _own_data(info: DatasetInfo, path: Path) -> tuple[OwnData, OwnData]:
     """Call the user's function, which returns a training and a test set. Raises SpecError if these cannot be used."""
     own, what = info.own, f"data {info.name!r}"
     assert own is not None, info
@@ -235,21 +264,29 @@ def _own_data(info: DatasetInfo, path: Path, train: bool) -> OwnData:
     if not isinstance(made, tuple | list) or len(made) != 2:
         rule = f"{own.function} returned {type(made).__name__}, and a training and a test set are needed"
         raise refuse("data", info.name, rule, "Write `return train, test`.")
-    samples = made[0 if train else 1]
-    try:
-        size, (first, label) = len(samples), samples[0]
-        shape = tuple(default_collate([first]).shape[1:])
-        torch.as_tensor(label).to(torch.int64)  # a class, or one for each token
-    except (Exception, SystemExit) as error:
-        rule = f"sample 0 is not a tensor and a class ({describe_error(path, error, own.path)})"
-        raise refuse(
-            "data", info.name, rule, "Return data sets of torch's kind: dataset[i] is (tensor, class)."
-        ) from None
+    shapes = [_shape_of_samples(info, path, samples) for samples in made]
     classes = _count_classes(made[0])
     if classes is None:
         rule = "its training set has neither `classes` nor `targets`, so that the number of classes is not known"
         raise refuse("data", info.name, rule, "Set train.classes to a list of the classes.")
-    return OwnData(info.name, samples, np.arange(size), shape, classes)
+    train, test = (
+        OwnData(info.name, samples, np.arange(len(samples)), shape, classes)
+        for samples, shape in zip(made, shapes, strict=True)
+    )
+    return train, test
+
+
+def _shape_of_samples(info: DatasetInfo, path: Path, samples: Any) -> Shape:
+    """Return the shape of the first sample. Raises SpecError if it is not a tensor and a class."""
+    assert info.own is not None, info
+    try:
+        _, (first, label) = len(samples), samples[0]
+        torch.as_tensor(label).to(torch.int64)  # a class, or one for each token
+        return tuple(default_collate([first]).shape[1:])
+    except (Exception, SystemExit) as error:
+        rule = f"sample 0 is not a tensor and a class ({describe_error(path, error, info.own.path)})"
+        way_out = "Return data sets of torch's kind: dataset[i] is (tensor, class)."
+        raise refuse("data", info.name, rule, way_out) from None
 
 
 def _count_classes(samples: Any) -> int | None:

@@ -153,7 +153,8 @@ def build_model(name: str, classes: int, shape: Shape, dtype: torch.dtype) -> nn
 def build_own_model(name: str, file: Path, classes: int, shape: Shape, dtype: torch.dtype) -> nn.Module:
     """Build a user's model with `function(classes, channels)` of `file`, the copy of the file that `name` refers to.
 
-    Raises SpecError if the model cannot be trained.
+    Trained parameters get the type of the run, as do others and buffers that have theirs. Those of another type, e.g.
+    frozen bfloat16 or complex constants, stay as they are. Raises SpecError if the model cannot be trained.
     """
     own = own_code(name)
     assert own is not None, name
@@ -174,7 +175,9 @@ def build_own_model(name: str, file: Path, classes: int, shape: Shape, dtype: to
     if largest and count > int(largest):
         rule = f"it has {count} parameters, and these nodes can train {largest}"
         raise refuse("model", name, rule, "Use fewer, or --on netns or compose.")
-    return model.to(dtype)
+    written = getattr(torch, dtypes[0])
+    model._apply(lambda each: each.to(dtype) if each.dtype == written else each)
+    return model
 
 
 def _from_torchvision(name: str, classes: int, shape: Shape) -> nn.Module:

@@ -1,16 +1,18 @@
-"""Equal replicas: compare parameter hashes of all ranks, and share BatchNorm statistics as the spec requests."""
+"""Equal replicas: compare parameters and a user's data on all ranks, share BatchNorm statistics as the spec says."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from testbed.rank.data import Dataset, OwnData
 from testbed.rank.group import Group
 from testbed.rank.sync.algorithms import allreduce_mean_, broadcast_
 from testbed.results.records import Hash
-from testbed.spec.errors import ReplicasDiffer
+from testbed.spec.errors import ReplicasDiffer, refuse
 
 SAME_START = "Nothing was sent yet: give all nodes the same image, or the same versions of testbed and torch."
 WRONG_MODE = "The mode does not keep replicas equal. If it is your own, fix its mean_ (docs/modes.md)."
@@ -20,7 +22,8 @@ def parameter_hash(model: nn.Module) -> str:
     """Return the SHA-256 of the bytes of all parameters, in order."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().numpy().tobytes())
+        whole = parameter.detach().contiguous().reshape(-1)
+        digest.update(whole.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
 
 
@@ -37,6 +40,20 @@ def compare(model: nn.Module, group: Group, step: int, must_agree: bool) -> Hash
         when, way_out = (f"after step {step}", WRONG_MODE) if step else ("before the first step", SAME_START)
         raise ReplicasDiffer(f"parameters differ {when}: {short}. {way_out}")
     return Hash(step=step, parameters=own, agree=agree)
+
+
+def compare_data(datasets: Iterable[Dataset], group: Group) -> None:
+    """Compare the user's own data sets on all ranks. The testbed's are compared by checksum where they are fetched.
+
+    Raises SpecError if they differ: a step's global batch would have some samples several times and others never.
+    """
+    own = [each for each in datasets if isinstance(each, OwnData)]
+    if not own:
+        return
+    found = group.all_gather_text("data", " ".join(each.fingerprint() for each in own))
+    if others := [str(rank) for rank, text in enumerate(found) if text != found[0]]:
+        rule = f"has other labels, or another order of them, on rank {', '.join(others)} than on rank 0"
+        raise refuse("data", own[0].name, rule, "Give its random generators a seed, and read files in sorted order.")
 
 
 def share_statistics(model: nn.Module, group: Group, how: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +19,7 @@ from testbed.rank.data import Batches, Dataset, Partition, test_batches
 from testbed.rank.group import LATE_DEADLINES, Group
 from testbed.rank.models import untrack_statistics
 from testbed.rank.recorder import Profiler, Recorder, describe_environment
-from testbed.rank.replicas import compare, share_statistics
+from testbed.rank.replicas import compare, compare_data, share_statistics
 from testbed.rank.sync.buckets import choose_bucket, trained
 from testbed.rank.sync.check import check_mode
 from testbed.rank.sync.schedules import build
@@ -43,9 +45,10 @@ class Trainer:
         self.checkpoints = checkpoints
         work = open_workload(spec, recorder.folder, group.rank)
         torch.manual_seed(spec.seed)  # equal parameters on every rank
+        random.seed(spec.seed)  # the user's own file may draw from these two
+        np.random.seed(spec.seed)
         dtype = getattr(torch, spec.dtype)
-        self.train_set = work.dataset(train=True)
-        self.test_set = work.dataset(train=False)
+        self.train_set, self.test_set = work.datasets()
         self.batches = self._batches(dtype)
         self.total = _total_steps(spec, len(self.batches))
         self.model = work.model(self.train_set, dtype)
@@ -71,6 +74,7 @@ class Trainer:
         patience_s = LATE_DEADLINES * self.group.deadline.total_seconds()
         if not quota_signal.wait(patience_s):
             raise TestbedError(f"not all ranks were ready within {patience_s:g} s, so no CPU quota was applied")
+        compare_data((self.train_set, self.test_set), self.group)
         self._compare(0)
         check_mode(self.spec, self.model, self.group)
         module = self.sync.attach(self.model, self.optimizer)
@@ -294,7 +298,7 @@ def evaluate(
     """
     share_statistics(model, group, spec.batchnorm)
     split = spec.evaluate == "split" and group.size > 1
-    tally = _test(model, dataset, group, split)
+    tally = _test(model, dataset, group, split, getattr(torch, spec.dtype))
     loss, correct, labels = _sum(tally, group, f"eval/{step}") if split else (tally.loss, tally.correct, tally.labels)
     return Eval(
         step=step,
@@ -308,9 +312,8 @@ def evaluate(
     )
 
 
-def _test(model: nn.Module, dataset: Dataset, group: Group, split: bool) -> Tally:
+def _test(model: nn.Module, dataset: Dataset, group: Group, split: bool, dtype: torch.dtype) -> Tally:
     tally = Tally()
-    dtype = next(model.parameters()).dtype
     model.eval()
     with torch.no_grad():
         for images, labels in test_batches(dataset, group.rank, group.size, split, dtype=dtype):

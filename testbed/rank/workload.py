@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from testbed.rank.data import Batch, Crops, Dataset, Indices, open_dataset
+from testbed.rank.data import Batch, Crops, Dataset, Indices, open_datasets
 from testbed.rank.models import build_model, build_own_model
 from testbed.rank.optim import Optimizer
 from testbed.results.folder import RunFolder
@@ -28,9 +28,9 @@ from testbed.spec.run import OptimizerSpec, RunSpec
 
 
 class Workload(Protocol):
-    """What the training loop needs. The weights come from torch's generator, which the training loop seeds."""
+    """What the training loop needs. Weights and a user's data come from generators that the training loop seeds."""
 
-    def dataset(self, *, train: bool) -> Dataset: ...
+    def datasets(self) -> tuple[Dataset, Dataset]: ...  # for training, for the test
     def model(self, dataset: Any, dtype: torch.dtype) -> nn.Module: ...
     def optimizer(self, model: nn.Module, total: int) -> Optimizer: ...  # total: steps of the run
 
@@ -46,13 +46,12 @@ class NamedWorkload:
     def __init__(self, spec: RunSpec, folder: RunFolder) -> None:
         self.spec, self.folder = spec, folder
 
-    def dataset(self, *, train: bool) -> Dataset:
+    def datasets(self) -> tuple[Dataset, Dataset]:
         data = self.spec.data
-        return open_dataset(
+        return open_datasets(
             data.name,
             data_dir(),
-            train=train,
-            subset=data.subset if train else data.test_subset,
+            (data.subset, data.test_subset),
             seed=self.spec.seed,
             shape=self.spec.sample_shape(resized=False),
             size=data.size,
@@ -211,11 +210,11 @@ class EmulatedWorkload:
         self.spec, self.profile, self.rank = spec, Profile.read(path), rank
         self.replay = Replay(spec.dilation or 1.0)
 
-    def dataset(self, *, train: bool) -> Samples:
+    def datasets(self) -> tuple[Samples, Samples]:
         """As many training samples as the requested data set has; nothing is tested."""
-        whole = dataset_info(self.spec.data.name).train or FALLBACK_SAMPLES
-        size = (self.spec.data.subset or whole) if train else 0
-        return Samples(size, self.profile.data_s, self.replay)
+        size = self.spec.data.subset or dataset_info(self.spec.data.name).train or FALLBACK_SAMPLES
+        samples = Samples(size, self.profile.data_s, self.replay)
+        return samples, replace(samples, size=0)
 
     def model(self, dataset: Samples, dtype: torch.dtype) -> Model:
         return Model(self.profile, dtype, self.replay, self.rank)

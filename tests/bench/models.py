@@ -3,8 +3,8 @@
 models-MODEL-RATIO    one model at one ratio of wire time to compute time, C/(F+B). The control is timed first, and the
                       rate is computed from it. A short search finds DDP's two best bucket sizes, with and without
                       gradient_as_bucket_view. Then the control, DDP's default, DDP's two best and the pipeline run in
-                      turn. At ratio 1.0 DDP's best and the pipeline run once more beside one niced busy process a
-                      core. If the search finds another F+B, it is repeated at another rate
+                      turn. At ratio 1.0 the control, DDP's best and the pipeline run once more beside one niced
+                      busy process a core. If the search finds another F+B, it is repeated at another rate
 sizes-MODEL-RATIO     the bucket size that the ranks choose against 0.5 to 8 MiB
 transport             the pipeline's transport alone against Gloo's all_reduce, and against `ring`, which sends by Gloo
 first-layers          the pipeline with equal buckets, and with two choices of smaller last ones, on 4 and on 8 nodes
@@ -89,6 +89,7 @@ MODELS_TIMED = {  # so many samples that a step of the control takes 0.4 to 1.5 
     "vit_tiny": Model(16, 16, {0.5: 1.0, 1.0: 1.08, 2.0: 1.05}, {0.5: 1.25, 2.0: 1.15}),
 }
 RATIOS = (0.5, 1.0, 2.0)
+CORE_SECONDS, BESIDE = "core-seconds per GB above the control", " beside niced load"  # in names of figures
 BESIDE_LOAD = 1.0  # DDP's best beside niced load / pipeline beside the same load, at least
 SEARCH_STEPS, STEPS, LOAD_STEPS = 4, 7, 6  # of one case, with its warm-up
 CANDIDATES = 2  # of the search, which are timed in the final rounds
@@ -159,7 +160,7 @@ def _time_point(model: str, batch: int, ratio: float, compute: float, again: boo
                 return Point(rate, search, final, {})
             best = min((DDP, *candidates), key=lambda mode: final[mode].median)
             with niced_load() as own:
-                return Point(rate, search, final, run([best, OURS] * REPEATS, LOAD_STEPS, own))
+                return Point(rate, search, final, run([CONTROL, best, OURS] * REPEATS, LOAD_STEPS, own))
     print(f"  F+B is {found:.3f} s at this rate, not {compute:.3f} s: once more at another rate", flush=True)
     return _time_point(model, batch, ratio, found, again=False)
 
@@ -288,13 +289,11 @@ def point_figures(
     yield Figure(name="DDP's best / pipeline", value=final[best].median / ours.median, low=model.best[ratio])
     bound = max(wire, control.median)
     yield Figure(name="pipeline / max(C, F+B)", value=ours.median / bound, high=model.bound.get(ratio))
-    for name, mode in (("DDP's best", best), ("pipeline", OURS)):
-        sent = NODES * final[mode].sent / 1e9
-        more = f"{final[mode].busy:.3f} core-seconds a step, control {control.busy:.3f}, {sent:.3f} GB"
-        value = (final[mode].busy - control.busy) / sent
-        yield Figure(name=f"core-seconds per GB above the control, {name}", value=value, detail=more)
+    yield from _core_seconds(final, best)
     if loaded:
-        theirs, mine = (times for mode, times in sorted(loaded.items()))  # ddp, ring
+        yield Figure(name="step of control beside niced load, s", value=loaded[CONTROL].median)
+        yield from _core_seconds(loaded, best, BESIDE)
+        theirs, mine = loaded[best], loaded[OURS]
         detail = f"{spread(theirs.seconds)} against {spread(mine.seconds)}"
         name = "DDP's best / pipeline, both beside niced load"
         yield Figure(name=name, value=theirs.median / mine.median, low=BESIDE_LOAD, detail=detail)
@@ -305,6 +304,16 @@ def point_figures(
     yield Figure(
         name="disturbed steps left out", value=left_out, detail=f"of {counted}; by others, core-s a step: {taken}"
     )
+
+
+def _core_seconds(timed: dict[str, Times], best: str, where: str = "") -> Iterator[Figure]:
+    """Yield what DDP's best and the pipeline need above the control that was timed beside them."""
+    control = timed[CONTROL]
+    for name, mode in (("DDP's best", best), ("pipeline", OURS)):
+        sent = NODES * timed[mode].sent / 1e9
+        detail = f"{timed[mode].busy:.3f} core-seconds a step, control {control.busy:.3f}, {sent:.3f} GB"
+        value = (timed[mode].busy - control.busy) / sent
+        yield Figure(name=f"{CORE_SECONDS}, {name}{where}", value=value, detail=detail)
 
 
 # --- the pipeline alone: sizes of buckets, last buckets, scheduling classes -------------------------------------------
@@ -426,7 +435,8 @@ HEADER = (
     "DDP's best / pipeline",
     "pipeline / max(C, F+B)",
     "core-s per GB, DDP's best; pipeline",
-    "beside niced load",
+    "beside niced load: DDP's best / pipeline",
+    "core-s per GB there, DDP's best; pipeline",
 )
 COLOURS = ("#0068a8", "#b84c00", "#00795c", "#a43c84", "#926600")
 
@@ -458,15 +468,20 @@ def _row(model: str, figures: dict[str, Any]) -> tuple[str, ...]:
         return f"{figure['value']:.3f}" + (f" ({size})" if name in ("DDP's best", "pipeline") else "")
 
     rate, samples, *_ = figures["C/(F+B)"]["detail"].partition(";")[0].split(", ")
-    cores = (figures[f"core-seconds per GB above the control, {name}"]["value"] for name in ("DDP's best", "pipeline"))
+
+    def cores(where: str = "") -> str:
+        names = [f"{CORE_SECONDS}, {name}{where}" for name in ("DDP's best", "pipeline")]
+        return "; ".join(f"{figures[name]['value']:.1f}" for name in names) if names[0] in figures else "-"
+
     return (
         f"{model}, {samples.split()[0]}, {rate}",
         ratio("C/(F+B)"),
         *(step(name) for name in ("control", "DDP's default", "DDP's best", "pipeline")),
         *(ratio(f"{name} / pipeline") for name in ("DDP's default", "DDP's best")),
         ratio("pipeline / max(C, F+B)"),
-        "; ".join(f"{value:.1f}" for value in cores),
+        cores(),
         ratio("DDP's best / pipeline, both beside niced load"),
+        cores(BESIDE),
     )
 
 

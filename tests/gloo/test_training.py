@@ -102,6 +102,52 @@ def test_a_users_model_with_attention_and_tied_weights_is_trained_as_by_one_node
     assert statistics.fmean(many.summary.losses[-5:]) < 0.9 * many.summary.losses[0], "nothing was learnt"
 
 
+DRAWN = """
+import os
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset, random_split
+
+
+def load(start=0):
+    order = np.random.permutation(300).tolist()
+    random.shuffle(order)
+    order = torch.tensor(order)
+    samples = torch.sin(torch.outer(order + 1.0, torch.arange(12.0) + start))
+    train, test = random_split(TensorDataset(samples, (order + start) % 5), [240, 60])
+    train.classes = 5
+    return train, test
+
+
+def other():
+    return load(int(os.environ["RANK"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def train_drawn(train_file: Train, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """`train_drawn("load", mode="ring")` trains on data whose order is drawn without a seed of their own."""
+    file = tmp_path_factory.mktemp("drawn") / "drawn.py"
+    file.write_text(DRAWN)
+    model = f"{repository / 'examples' / 'own_model.py'}:make"
+    return lambda function, mode: train_file(model=model, data={"name": f"{file}:{function}"}, steps=6, mode=mode)
+
+
+def test_data_in_an_order_that_is_drawn_is_the_same_on_all_ranks(train_drawn: Train) -> None:
+    """By the generators of torch, numpy and Python, which the run's seed sets."""
+    one, many = train_drawn("load", mode="single"), train_drawn("load", mode="ring")
+    np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE["float64"])
+    assert_same_parameters(many, one)
+
+
+def test_data_that_differ_between_ranks_are_refused(train_drawn: Train) -> None:
+    refusals = train_drawn("other", mode="ring").refusals
+    assert len(refusals) == 3
+    assert all("has other labels, or another order of them, on rank 1, 2 than on rank 0" in text for text in refusals)
+
+
 CHANNELS_LAST = """
 import torch
 from torch import nn
@@ -140,6 +186,46 @@ def test_a_model_in_channels_last_order_stays_so_and_is_trained_as_by_one_node(
     train_channels_last: Train, mode: str
 ) -> None:
     one, many = train_channels_last(mode="single"), train_channels_last(mode=mode)
+    assert len(set(many.hashes)) == 1
+    np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE["float64"])
+    assert_same_parameters(many, one)
+
+
+MIXED = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, classes, channels):
+        super().__init__()
+        self.base = nn.Linear(channels, 8).to(torch.bfloat16).requires_grad_(False)
+        self.head = nn.Linear(8, classes)
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(1.0, 5.0)))
+
+    def forward(self, x):
+        x = self.base(x.to(torch.bfloat16)).to(x.dtype)
+        turned = torch.view_as_complex(x.unflatten(1, (4, 2)).contiguous()) * self.turns
+        return self.head(torch.view_as_real(turned).flatten(1))
+
+
+def make(classes, channels):
+    return Net(classes, channels)
+"""
+
+
+@pytest.fixture(scope="module")
+def train_mixed(train_file: Train, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Its first parameters are frozen and bfloat16, and a constant is complex."""
+    file = tmp_path_factory.mktemp("mixed") / "net.py"
+    file.write_text(MIXED)
+    data = {"name": f"{repository / 'examples' / 'own_model.py'}:load", "subset": 240, "test_subset": 24}
+    return lambda mode: train_file(model=f"{file}:make", data=data, steps=6, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["ring", "server", "ddp", "ring/bucket:1KiB/overlap", "ring/bucket:1KiB/pipeline"])
+def test_a_model_with_a_frozen_base_of_another_type_is_trained_as_by_one_node(train_mixed: Train, mode: str) -> None:
+    one, many = train_mixed(mode="single"), train_mixed(mode=mode)
     assert len(set(many.hashes)) == 1
     np.testing.assert_allclose(many.summary.losses, one.summary.losses, rtol=CLOSE["float64"])
     assert_same_parameters(many, one)

@@ -174,7 +174,9 @@ def check(case: Case, group: Group) -> Case:
 
 
 def _save(case: Case, rank: int, model: nn.Module) -> None:
-    arrays = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    bf16 = torch.bfloat16  # numpy does not have it
+    arrays = {name: (value.float() if value.dtype == bf16 else value).numpy() for name, value in state.items()}
     np.savez(Path(case["folder"]) / f"{case['name']}.rank{rank}.npz", **arrays)
 
 

@@ -45,6 +45,12 @@ def changes_since(stored: str, *paths: str) -> int | None:
     return int(_git("rev-list", "--count", f"{stored}..HEAD", "--", *paths)) if known else None
 
 
+def has_file(stored: str, path: str) -> bool:
+    """Return True if the tree of the stored commit has this file; False if the commit is not in this history."""
+    commit = stored.removesuffix(DIRTY)
+    return bool(commit and _git("rev-parse", "--verify", "--quiet", f"{commit}:{path}"))
+
+
 def has_whole_history() -> bool:
     """Return False in a shallow clone and outside of git."""
     return _git("rev-parse", "--is-shallow-repository") == "false"

@@ -35,6 +35,7 @@ class TrainedRun:
             [vars(record) for record in read(RunFolder(folder).records(rank))] for rank in range(spec.world)
         ]
         self.hashes = [answer["hash"] for answer in answers if "hash" in answer]
+        self.refusals = [answer["refused"] for answer in answers if "refused" in answer]
         self._arrays = [answer["arrays"] for answer in answers]
 
     def arrays(self, rank: int = 0) -> dict[str, np.ndarray]:

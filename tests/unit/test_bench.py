@@ -408,20 +408,25 @@ FINAL = {
 }
 
 
+LOADED = {CONTROL: times(2.5), BEST: times(3.0), models.OURS: times(3.1, busy=2.8)}
+
+
 def model_figures(loaded: dict[str, models.Times]) -> list[Figure]:
     return list(models.point_figures(models.MODELS_TIMED["vgg11"], 1.0, 32, 1.1, "600mbit", FINAL, loaded))
 
 
 def test_a_point_compares_the_pipeline_with_the_better_ddp_and_the_wire() -> None:
-    found = {figure.name: figure for figure in model_figures({BEST: times(3.0), models.OURS: times(3.1)})}
+    found = {figure.name: figure for figure in model_figures(LOADED)}
     assert found["C/(F+B)"].value == pytest.approx(1.1)
     assert found["DDP's best / pipeline"].value == pytest.approx(1.25) and found["DDP's best / pipeline"].met
     assert found["pipeline / max(C, F+B)"].value == pytest.approx(1.2 / 1.1)
     assert found["core-seconds per GB above the control, pipeline"].value == pytest.approx(1.0)
+    beside_load = "core-seconds per GB above the control, pipeline beside niced load"
+    assert found[beside_load].value == pytest.approx(0.8), "above the control beside the same load"
     beside = found["DDP's best / pipeline, both beside niced load"]
     assert beside.value == pytest.approx(3.0 / 3.1) and not beside.met
     assert found["disturbed steps left out"].value == 1 and found["disturbed steps left out"].detail.startswith(
-        "of 19;"
+        "of 22;"
     )
 
 
@@ -434,7 +439,10 @@ def test_the_table_is_made_from_the_figures() -> None:
         *("vgg11, 32, 600mbit", "1.10", "1.000", "2.000"),
         *("1.500 (2MiB with bucket views)", "1.200 (1MiB)"),
     ]
-    assert cells[7] == "1.25 (limit 1.15)" and cells[-1] == "-"
+    assert cells[7] == "1.25 (limit 1.15)" and cells[-2:] == ["-", "-"]
+    kept = {"models-vgg11-1.0": {"figures": [figure.as_dict() for figure in model_figures(LOADED)]}}
+    cells = [cell.strip() for cell in models.table(kept)[2].strip("|").split("|")]
+    assert cells[-2:] == ["0.97 (limit 1.00, missed)", "0.0; 0.8"]
 
 
 def test_the_plot_has_a_line_a_model_and_is_equal_for_equal_figures(
@@ -481,7 +489,7 @@ def test_a_point_is_measured_from_its_rate_to_its_figures(monkeypatch: pytest.Mo
     found = {figure.name: figure.value for figure in models.measure("vgg11", 1.0)}
     assert len(rates) == 3 and rates[0] == "1gbit" and found["C/(F+B)"] == pytest.approx(1.0, rel=0.01)
     assert asked.count((models.OURS, 64, False)) == asked.count((models.OURS, 64, True)) == models.REPEATS
-    assert (BEST, 64, True) in asked and (DDP, 64, True) not in asked
+    assert (BEST, 64, True) in asked and (CONTROL, 64, True) in asked and (DDP, 64, True) not in asked
     assert asked.count((DDP, 64, False)) == models.REPEATS, "the search alone is repeated at another rate"
     assert len([name for name in found if "short search" in name]) == len(models.SETTINGS)
 

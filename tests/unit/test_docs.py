@@ -117,7 +117,7 @@ def test_a_figure_is_old_after_too_many_changes_of_its_code(
 
     monkeypatch.setattr(generate, "has_whole_history", lambda: True)
     monkeypatch.setattr(generate, "changes_since", changes_since)
-    monkeypatch.setattr(generate, "bench_file", lambda: {"loop": {"commit": "abc"}})
+    monkeypatch.setattr(generate, "bench_file", lambda: {"loop": {"commit": "abc", "figures": []}})
     assert ("bench loop" in (generate.too_old() or [])) == is_old
     assert asked["abc"] == generate.MEASURED
 
@@ -142,9 +142,41 @@ def test_changes_are_counted_by_the_paths_that_a_commit_touches(
     assert [provenance.changes_since(commit, "code") for commit in commits] == [2, 2, 1, 0]
     assert provenance.changes_since(commits[0] + provenance.DIRTY, "code") is None
     assert provenance.changes_since("0123456", "code") is None and provenance.changes_since("", "code") is None
+    assert [provenance.has_file(commit, "text") for commit in (*commits, "0123456", "")] == [
+        False,
+        *[True] * 3,
+        *[False] * 2,
+    ]
     assert provenance.has_whole_history()
     monkeypatch.setattr(provenance, "ROOT", tmp_path / ".." / "nothing")
     assert not provenance.has_whole_history()
+
+
+def test_a_pipeline_measured_before_its_own_transport_is_shown_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the row of a step, below a table, and above a text."""
+    monkeypatch.setattr(generate, "old", lambda: ["bench step-1.0", "gloo step-1.0"])
+    rows = [row.split(" | ")[6] for row in generate.steps()[2:-2]]
+    assert rows.count("Gloo") == 1 and rows.count("its own transport") == len(rows) - 1
+    assert generate.bench("step-1.0", "loop")[-1].endswith("There `pipeline` sent through Gloo: `step-1.0`.")
+    (line,) = generate.transports("step-1.0", "loop")
+    assert line.endswith("of `step-1.0` (`pipeline` sent through Gloo) and `loop` (`pipeline` had its own transport).")
+
+
+@pytest.mark.parametrize("with_transport", [True, False])
+def test_a_part_with_a_pipeline_is_of_gloo_if_its_commit_has_no_transport(
+    monkeypatch: pytest.MonkeyPatch, with_transport: bool
+) -> None:
+    parts = {"a": {"commit": "abc", "figures": [{"name": "ring/pipeline"}]}, "b": {"commit": "abc", "figures": []}}
+    monkeypatch.setattr(generate, "has_whole_history", lambda: True)
+    monkeypatch.setattr(generate, "has_file", lambda commit, path: with_transport)
+    monkeypatch.setattr(generate, "bench_file", lambda: parts)
+    found = [name for name in generate.too_old() or [] if name.startswith("gloo ")]
+    assert found == ([] if with_transport else ["gloo a"]) and (ROOT / generate.TRANSPORT).is_file()
+
+
+def test_a_mode_that_was_removed_is_named_as_such() -> None:
+    name = "bytes of {}direct/bucket:2MiB/pipeline{} / least, gather/scatter, ring/bucket:2MiB/pipeline"
+    assert generate._name({"name": name.format("", "")}) == name.format("", " (removed since)")
 
 
 def test_an_old_figure_is_named_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 from testbed.rank.group import Group
 from testbed.results.theory import pipeline_bucket
 from testbed.results.timeline import Timeline
+from testbed.spec.errors import refuse
 from testbed.spec.mode import SyncMode, fill_buckets
 from testbed.spec.units import approximate_size, format_size
 
@@ -148,8 +149,8 @@ def time_copies(parameters: Iterable[Parameter], timeline: Timeline) -> None:
 class Readiness:
     """Counts gradients as backward makes them and launches buckets in their order, the same on all ranks."""
 
-    def __init__(self, buckets: Sequence[Sequence[Parameter]], launch: Callable[[int], None]) -> None:
-        self.launch = launch
+    def __init__(self, mode: SyncMode, buckets: Sequence[Sequence[Parameter]], launch: Callable[[int], None]) -> None:
+        self.mode, self.launch = mode, launch
         self.members = [{id(p) for p in bucket} for bucket in buckets]
         self.places: dict[int, list[int]] = {}  # by parameter: the buckets that have elements of it
         for number, members in enumerate(self.members):
@@ -163,6 +164,16 @@ class Readiness:
         """Begin a step: no gradient is ready."""
         self.missing = [set(members) for members in self.members]
         self.next = 0
+
+    def check_first(self, parameter: Parameter) -> None:
+        """Raise SpecError if backward has made this gradient before: what was sent lacks the second part."""
+        numbers = self.places.get(id(parameter), ())
+        if not self.paused and numbers and id(parameter) not in self.missing[numbers[0]]:
+            rule = "one backward pass makes the gradient of a parameter twice, and the first is already being sent"
+            way_out = (
+                "Set use_reentrant=False in torch.utils.checkpoint, or use a mode that sends after backward: ring."
+            )
+            raise refuse("mode", str(self.mode), rule, way_out)
 
     def ready(self, parameter: Parameter) -> None:
         """Mark this gradient as complete and launch every bucket that is now full.

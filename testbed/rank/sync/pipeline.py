@@ -65,7 +65,7 @@ class Pipeline(BaseSynchronizer):
         self.scratch = torch.empty(longest, dtype=values.dtype)
         update.own_shards([bucket.values[self.group.rank] for bucket in self.buckets])
         self.views = dict(zip(parameters, views(self.gradients, parameters), strict=True))
-        self.readiness = Readiness([bucket.parameters for bucket in self.buckets], self._launch)
+        self.readiness = Readiness(self.mode, [bucket.parameters for bucket in self.buckets], self._launch)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
         self.forward = ForwardWaits(model, self.buckets, self._wait_before_forward)
@@ -114,6 +114,7 @@ class Pipeline(BaseSynchronizer):
         """Copy a complete gradient to the buffer that it is sent from."""
         if not self.readiness.paused:
             with self.timeline.copying():
+                self.readiness.check_first(parameter)
                 self._check_waited(parameter)
                 self._copy_gradient(parameter)
                 self.readiness.ready(parameter)
@@ -217,8 +218,8 @@ class Pipeline(BaseSynchronizer):
 
     # In the transport's thread: segments of the left neighbour
 
-    def _place(self, segment: Segment) -> memoryview:
-        """Parameters are received where they belong, gradients in scratch.
+    def _place(self, segment: Segment) -> memoryview | None:
+        """Parameters are received where they belong, gradients in scratch. None: this mode has no such segment.
 
         If this rank's own gradient is there, they are added at once, in scratch that stays in the processor's cache.
         """
@@ -226,8 +227,7 @@ class Pipeline(BaseSynchronizer):
         if kind == SQUARES and self.clipping is not None and number == 0 and shard < self.group.size:
             return self.clipping.bytes_of(shard)
         if kind not in (GRADIENTS, PARAMETERS) or number >= len(self.buckets) or shard >= self.group.size:
-            where = f"connection with rank {self.left} (node{self.left})"
-            raise RuntimeError(f"{where}: unexpected {segment}. Run the same version and spec on all ranks")
+            return None
         bucket = self.buckets[number]
         if kind == PARAMETERS:
             return bucket.bytes_of(PARAMETERS, shard)
@@ -363,8 +363,12 @@ class ForwardWaits:
         self.model, self.buckets, self.wait = model, buckets, wait
         self.can_wait = model in hookable(model)
         self.waits = {module: self._buckets_of(list(module.parameters(recurse=False))) for module in model.modules()}
-        self.hooks = {module: module.register_forward_pre_hook(self._before) for module in hookable(model)}
+        self.hooks = {module: self._hook(module) for module in hookable(model)}
         self.reads: Reads | None = Reads(model)
+
+    def _hook(self, module: Module) -> RemovableHandle:
+        """Wait before the hooks that the model has: those of weight_norm and prune compute the weight."""
+        return module.register_forward_pre_hook(self._before, prepend=True)
 
     def _buckets_of(self, parameters: list[Parameter]) -> list[Bucket]:
         return [bucket for bucket in self.buckets if any(bucket.holds(p) for p in parameters)]

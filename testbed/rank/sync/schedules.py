@@ -114,7 +114,7 @@ class Overlap(Averager):
 
     def attach(self, model: Module, update: Update) -> Module:
         module = super().attach(model, update)
-        self.readiness = Readiness(self.buckets, self._launch)
+        self.readiness = Readiness(self.mode, self.buckets, self._launch)
         for bucket in self.buckets:
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(self._ready)
@@ -143,6 +143,7 @@ class Overlap(Averager):
     def _ready(self, parameter: Parameter) -> None:
         """The hook of backward: a gradient is complete."""
         with self.timeline.copying():
+            self.readiness.check_first(parameter)
             self.readiness.ready(parameter)
 
     def _launch(self, number: int) -> None:

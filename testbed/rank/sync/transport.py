@@ -4,7 +4,7 @@ Each rank has two connections: it listens for its left neighbour and connects to
 store, each with a token that the neighbour must send before anything else. Once the left neighbour is there, nothing
 listens any more. What a segment is, where it is received and what follows from it is the caller's (pipeline.py):
 
-    place(segment)       where the body of a segment is to be received, by its header
+    place(segment)       where the body of a segment is to be received, by its header; None if there is no such segment
     received(segment)    its body is there
     expects()            True while segments are still to come: the left neighbour must not end
     fail(error)          the first error of the thread, which ends with it
@@ -35,6 +35,7 @@ from testbed.net.channel import HELLO_TIMEOUT_S, MAX_UNIDENTIFIED, listen, new_t
 from testbed.rank.counters import keep_counts
 from testbed.rank.group import Group
 from testbed.results.theory import UNSENT_BYTES
+from testbed.spec.errors import TestbedError
 
 # Sizes that were measured to be fast, as UNSENT_BYTES is. With smaller receive buffers a rank whose thread waits for a
 # core stops its neighbour.
@@ -68,7 +69,7 @@ class Transport:
     def __init__(
         self,
         group: Group,
-        place: Callable[[Segment], memoryview],
+        place: Callable[[Segment], memoryview | None],
         received: Callable[[Segment], None],
         expects: Callable[[], bool],
         fail: Callable[[Exception], None],
@@ -131,11 +132,14 @@ class Transport:
 
     def abort(self) -> None:
         """Close both connections at once. The neighbours report them as lost, as after the end of this process."""
+        self._shut_down()
+        self.close()
+
+    def _shut_down(self) -> None:
         for each in (self._inward, self._outward):
             with contextlib.suppress(OSError):  # the neighbour has reset it
                 if each is not None:
                     each.shutdown(socket.SHUT_RDWR)
-        self.close()
 
     # --- called by the thread's own tasks ---
 
@@ -166,6 +170,7 @@ class Transport:
                     return self._end_connections()
         except Exception as error:  # any error: without this the training loop would wait for ever
             self._fail(error)
+            self._shut_down()  # now: the loop may compute for long before it sees the error and ends
 
     def _handle(self, descriptor: int, events: int) -> None:
         if descriptor == self._wakeup:
@@ -179,6 +184,11 @@ class Transport:
 
     def _lost(self, rank: int, why: object = "closed by peer") -> RuntimeError:
         return RuntimeError(f"connection with rank {rank} (node{rank}): {why}")
+
+    def _not_understood(self, what: str) -> TestbedError:
+        """The error for what breaks the protocol. The neighbour is not lost, so it is none of a connection."""
+        who = f"rank {self._left} (node{self._left})"
+        return TestbedError(f"{who} sent {what}. Run the same version and spec on all ranks.")
 
     def _send_waiting(self) -> None:
         """Send while the socket has room."""
@@ -226,10 +236,13 @@ class Transport:
         self._of_header = 0
         segment = Segment(kind, bucket, shard, size)
         if magic != HEADER_MAGIC:
-            raise self._lost(self._left, f"sent {bytes(self._header)!r}, which is no header of a segment")
-        self._rest = self._place(segment)
+            raise self._not_understood(f"{bytes(self._header)!r}, which is no header of a segment")
+        place = self._place(segment)
+        if place is None:
+            raise self._not_understood(f"{segment}, which this mode does not have")
+        self._rest = place
         if len(self._rest) != size:
-            raise self._lost(self._left, f"sent {segment}, and {len(self._rest)} bytes were expected")
+            raise self._not_understood(f"{segment}, and {len(self._rest)} bytes were expected")
         if size:
             self._coming = segment
         else:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from testbed.rank import data
-from testbed.rank.data import Batches, Dataset, Kind, Partition, open_dataset, test_batches
+from testbed.rank.data import Batches, Dataset, Kind, Partition, open_dataset, open_datasets, test_batches
 from testbed.spec.datasets import ARRAYS, DATASETS, MARKER, dataset_info
 from testbed.spec.errors import SpecError, Unavailable
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 OWN = """
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, random_split
 
 class Listed(list):
     targets = [0, 6, 2]
@@ -128,27 +128,44 @@ def pairs():
     return Listed([(torch.ones(2), k) for k in (0, 6, 2)]), [(torch.ones(2), 1)]
 
 def unknown():
-    return [(torch.ones(2), 1)] * 3, []
+    return [(torch.ones(2), 1)] * 3, [(torch.ones(2), 1)]
 
 def one():
     return [1, 2, 3]
 
 def numbers():
     return [5, 6], [7]
+
+def drawn():
+    return random_split(TensorDataset(torch.arange(40.0), torch.arange(40)), [30, 10])
+
+def split():
+    train, test = drawn()
+    return Listed(train), Listed(test)
 """
 
 
-def own_data(folder: Path, function: str, train: bool = True) -> Dataset:
+def own_data(
+    folder: Path, function: str, subsets: tuple[int | None, int | None] = (None, None)
+) -> tuple[Dataset, Dataset]:
     (folder / "abc-d.py").write_text(OWN)
-    return open_dataset(f"d.py:{function}", NOWHERE, train, own=folder / "abc-d.py")
+    return open_datasets(f"d.py:{function}", NOWHERE, subsets, own=folder / "abc-d.py")
 
 
 def test_a_users_data_set_has_the_type_of_the_run_and_as_many_classes_as_it_says(tmp_path: Path) -> None:
-    train, test = own_data(tmp_path, "load"), own_data(tmp_path, "load", train=False)
+    train, test = own_data(tmp_path, "load")
     assert (len(train), train.shape, train.classes, len(test)) == (6, (3,), 4, 2)
     samples, labels = train.batch(np.array([1, 3]), None, torch.float32)
     assert samples.dtype == torch.float32 and labels.tolist() == [1, 3] and labels.dtype == torch.int64
-    assert own_data(tmp_path, "pairs").classes == 7
+    assert [each.classes for each in own_data(tmp_path, "pairs")] == [7, 7]
+
+
+def test_no_sample_of_a_users_training_set_is_in_the_test_set_of_the_same_random_split(tmp_path: Path) -> None:
+    """A second call of the function would draw another permutation from torch's generator."""
+    train, test = (
+        each.batch(np.arange(len(each)), None, torch.float32)[1] for each in own_data(tmp_path, "split", (20, 10))
+    )
+    assert (len(train), len(test)) == (20, 10) and not set(train.tolist()) & set(test.tolist())
 
 
 @pytest.mark.parametrize(

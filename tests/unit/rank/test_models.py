@@ -121,6 +121,18 @@ from torch import nn
 def make(classes, channels):
     return nn.Linear(channels, classes)
 
+class Rotated(nn.Module):
+    def __init__(self, classes, channels):
+        super().__init__()
+        self.frozen = nn.Linear(channels, 4).to(torch.bfloat16).requires_grad_(False)
+        self.head = nn.Linear(4, classes)
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([0.5, 1.0])))
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("rows", torch.arange(4))
+
+def make_rotated(classes, channels):
+    return Rotated(classes, channels)
+
 def half(classes, channels):
     return nn.Linear(channels, classes).to(torch.bfloat16)
 
@@ -143,6 +155,19 @@ def own(folder: Path, function: str) -> nn.Module:
 def test_a_users_model_is_built_for_the_classes_and_channels_of_the_data_in_the_type_of_the_run(tmp_path: Path) -> None:
     model = own(tmp_path, "make")
     assert model(torch.zeros(2, 12, dtype=torch.float64)).shape == (2, 5)
+
+
+def test_what_has_another_type_than_the_trained_parameters_of_a_users_model_stays_as_it_is(tmp_path: Path) -> None:
+    """A complex constant would lose its imaginary part, and a frozen bfloat16 model would need twice the memory."""
+    state = own(tmp_path, "make_rotated").state_dict()
+    assert {name: value.dtype for name, value in state.items() if "bias" not in name} == {
+        "frozen.weight": torch.bfloat16,
+        "head.weight": torch.float64,
+        "turns": torch.complex64,
+        "scale": torch.float64,
+        "rows": torch.int64,
+    }
+    torch.testing.assert_close(state["turns"].angle(), torch.tensor([0.5, 1.0]))
 
 
 def test_a_users_model_that_is_too_large_for_the_nodes_is_refused(

@@ -239,7 +239,7 @@ def test_a_split_covers_the_buffer_in_slices_of_almost_one_length(length: int, c
 def test_buckets_launch_in_their_order_in_whatever_order_gradients_come() -> None:
     a, b, c, unused = (nn.Parameter(torch.zeros(1)) for _ in range(4))
     launched: list[int] = []
-    readiness = Readiness([[a], [b, c], [c], [unused]], launched.append)
+    readiness = Readiness(SyncMode.parse("ring/param/overlap"), [[a], [b, c], [c], [unused]], launched.append)
     readiness.ready(c)
     readiness.ready(b)
     assert launched == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from testbed.rank.group import Group
 from testbed.rank.optim import Optimizer
@@ -398,6 +399,68 @@ def test_a_module_waits_for_a_weight_that_it_reads_from_another(called: bool) ->
     assert found[:4] == ["wait first.bias first.weight", "end first", "wait owner.weight", "end borrower"]
 
 
+def normed(layer: nn.Linear) -> nn.Module:
+    return nn.utils.weight_norm(layer)  # type: ignore[no-any-return]
+
+
+def pruned(layer: nn.Linear) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", amount=0.5)  # type: ignore[no-any-return, no-untyped-call]
+
+
+by_hook = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+
+
+@by_hook
+@pytest.mark.parametrize("changed", [normed, pruned])
+def test_a_layer_waits_before_a_hook_that_computes_its_weight(changed: Callable[[nn.Linear], nn.Module]) -> None:
+    layer = changed(nn.Linear(2, 2))
+    watched = Watched(layer, torch.ones(1, 2))
+    hooks: dict[int, Any] = layer._forward_pre_hooks
+    for key, hook in hooks.items():
+        if getattr(hook, "__self__", None) is not watched.waits:
+            hooks[key] = lambda *inputs, hook=hook: watched.events.append("hook") or hook(*inputs)
+    assert [event.split()[0] for event in watched.forward()] == ["wait", "hook", "end"]
+
+
+@by_hook
+@pytest.mark.parametrize("changed", [normed, pruned])
+def test_a_layer_whose_weight_a_hook_computes_is_trained_as_by_one_node(
+    together: Callable[..., list[Any]], changed: Callable[[nn.Linear], nn.Module]
+) -> None:
+    """Exactly: two ranks with equal samples. Parameters are still on their way when the next forward begins."""
+
+    def make() -> nn.Module:
+        with SEEDING:
+            torch.manual_seed(3)
+            return nn.Sequential(changed(nn.Linear(3, 4)), changed(nn.Linear(4, 2)))
+
+    def late(step_shard: Callable[..., None], *shard: Any) -> None:
+        time.sleep(0.02)
+        step_shard(*shard)
+
+    def work(rank: int, store: dist.Store) -> list[Tensor]:
+        model = make()
+        pipeline = Pipeline(SyncMode.parse("ring/bucket:16B/pipeline"), Group(rank, 2, store, 30.0), Timeline())
+        optimizer = Optimizer(OptimizerSpec(lr=0.1), model, batch=1, total=4)
+        pipeline.attach(model, optimizer)
+        optimizer.step_shard = functools.partial(late, optimizer.step_shard)  # type: ignore[method-assign]
+        for number in range(4):
+            pipeline.zero()
+            model(torch.full((1, 3), 1.0 + number)).square().sum().backward()
+            pipeline.step()
+        pipeline.close()
+        return [value.detach().clone() for value in model.parameters()]
+
+    control = make()
+    optimizer = Optimizer(OptimizerSpec(lr=0.1), control, batch=1, total=4)
+    for number in range(4):
+        optimizer.zero(keep=False)
+        control(torch.full((1, 3), 1.0 + number)).square().sum().backward()
+        optimizer.step()
+    for values in together(2, work):
+        assert all(torch.equal(a, b) for a, b in zip(values, control.parameters(), strict=True))
+
+
 class ChangingReader(nn.Module):
     """From the second step on another module reads the weight of a layer that is never called."""
 
@@ -457,8 +520,12 @@ def test_a_layer_that_nothing_is_seen_to_read_is_waited_for_at_the_nearest_modul
 def test_a_compiled_model_waits_for_all_buckets_before_its_forward(together: Callable[..., list[Any]]) -> None:
     """It calls no hooks, so that without this wait it would compute with parameters of the step before."""
 
+    models = [
+        torch.jit.script(two_layers(torch.float64)) for _ in range(2)
+    ]  # here: a thread may not compile beside another
+
     def work(rank: int, store: dist.Store) -> list[Tensor]:
-        model = torch.jit.script(two_layers(torch.float64))
+        model = models[rank]
         pipeline = Pipeline(SyncMode.parse("ring/bucket:16B/pipeline"), Group(rank, 2, store, 30.0), Timeline())
         pipeline.attach(model, Optimizer(OptimizerSpec(lr=0.1, clip=1.0), model, batch=1, total=2))
         for number in range(4):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ from testbed.rank.sync.transport import (
     connect_ring,
 )
 from testbed.rank.watchdog import is_lost_peer
+from testbed.spec.errors import TestbedError
 
 DEADLINE_S = 30.0
 
@@ -45,7 +47,9 @@ class End:
         group = Group(rank, size, store, deadline_s)
         self.transport = Transport(group, self._place, self._received, lambda: self.expects, self._fail)
 
-    def _place(self, segment: Segment) -> memoryview:
+    def _place(self, segment: Segment) -> memoryview | None:
+        if segment.kind == 9:
+            return None
         self.body = memoryview(bytearray(min(segment.size, 4 << 20)))
         return self.body
 
@@ -231,12 +235,37 @@ def test_a_right_neighbour_that_ends_is_no_failure_until_something_is_sent(pool:
         each.transport.abort()
 
 
-@pytest.mark.parametrize("bytes_", [b"x" * HEADER.size, HEADER.pack(HEADER_MAGIC, 0, 0, 0, 2**63)])
-def test_what_is_no_segment_is_refused(ends: list[End], bytes_: bytes) -> None:
+def test_neighbours_of_a_failed_thread_learn_of_it_at_once(pool: ThreadPoolExecutor) -> None:
+    """Its rank may compute for minutes before it closes."""
+    store = dist.HashStore()
+    made = list(pool.map(lambda rank: End(rank, store, size=3), range(3)))
+    made[1].transport.post((0,), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    for each in made:
+        each.wait(lambda each=each: each.errors)  # type: ignore[misc]
+    assert isinstance(made[1].errors[0], ZeroDivisionError)
+    assert all(is_lost_peer(made[rank].errors[0]) for rank in (0, 2))  # type: ignore[arg-type]
+    for each in made:
+        each.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "reason"),
+    [
+        (b"x" * HEADER.size, "which is no header of a segment"),
+        (HEADER.pack(HEADER_MAGIC, 0, 0, 0, 2**63), "and 4194304 bytes were expected"),
+        (HEADER.pack(HEADER_MAGIC, 9, 0, 0, 8), "which this mode does not have"),
+    ],
+)
+def test_what_is_no_segment_is_refused(ends: list[End], bytes_: bytes, reason: str) -> None:
+    """The rank's error is this sentence: an error that said "connection" would be taken for a lost rank."""
     assert ends[0].transport._outward is not None
     ends[0].transport._outward.send(bytes_)
     ends[1].wait(lambda: ends[1].errors)
-    assert "rank 0 (node0): sent" in str(ends[1].errors[0]) and not ends[1].said
+    (error,) = ends[1].errors
+    assert type(error) is TestbedError and not ends[1].said
+    assert re.fullmatch(
+        rf"rank 0 \(node0\) sent .*, {reason}\. Run the same version and spec on all ranks\.", str(error)
+    )
 
 
 # --- who may connect -------------------------------------------------------------------------------------------------
