@@ -89,9 +89,8 @@ done
 # Options of sbatch that a user may set by --slurm-option; those without a value are flags. What would change how the
 # run is started, where it writes or what it inherits is not among them.
 OPTIONS = {
-    "constraint", "cores-per-socket", "cpus-per-task", "deadline", "exclude", "gres", "hint", "licenses", "mem",
-    "mem-per-cpu", "nice", "nodelist", "prefer", "qos", "reservation", "sockets-per-node", "switches",
-    "threads-per-core", "tmp", "wckey",
+    "constraint", "cores-per-socket", "deadline", "exclude", "gres", "hint", "licenses", "mem", "mem-per-cpu", "nice",
+    "nodelist", "prefer", "qos", "reservation", "sockets-per-node", "switches", "threads-per-core", "tmp", "wckey",
 }  # fmt: skip
 FLAGS = {"contiguous", "exclusive", "spread-job"}
 # What sbatch, srun and so the ranks inherit of the caller's variables.
@@ -151,6 +150,9 @@ def _check_value(what: str, value: str) -> None:
 
 def _check_option(text: str) -> None:
     key, equals, value = text.partition("=")
+    if key == "cpus-per-task":
+        rule = "a rank gets as many CPUs as it has threads"
+        raise refuse("--slurm-option", text, rule, "Use --set threads=K for K of both.")
     if key not in OPTIONS | FLAGS:
         allowed = f"Allowed: {', '.join(sorted(OPTIONS | FLAGS))}."
         raise refuse("--slurm-option", text, f"{key!r} is not allowed{did_you_mean(key, OPTIONS | FLAGS)}", allowed)

@@ -48,6 +48,7 @@ def test_a_step_is_one_task_per_node_of_the_job() -> None:
         (["mem=1\n#SBATCH"], "must be printable"),
         ([f"mem={'9' * 1001}"], "at most 1000"),
         (["--mem=1"], "not allowed"),
+        (["cpus-per-task=8"], "as many CPUs as it has threads. Use --set threads=K"),
     ],
 )
 def test_an_option_outside_the_list_is_refused(options: list[str], words: str) -> None:
