@@ -60,7 +60,7 @@ PATIENCE_S = 60.0  # for a slurmctld that does not answer, e.g. because it resta
 SURVEY_TIMEOUT_S = 90.0
 CHECK_TIMEOUT_S = 30.0  # for a step that does nothing; where slurmd is dead it fails within 10 s
 STEP_TIMEOUT_S = 10.0  # for Slurm to list a step that srun has begun
-END_TIMEOUT_S = 30.0  # for a job that is ending to show how it ended
+END_TIMEOUT_S = 120.0  # for a job that is ending to show how it ended; Slurm's KillWait is 30 s, and an epilog follows
 POLL_S = 0.5
 MAX_VALUE_CHARS = 1000
 MAX_POLL_S = 5.0  # between two looks at a job that waits in the queue
@@ -208,6 +208,8 @@ class Job:
 GONE = "GONE"
 RUNNING = ("RUNNING", "SUSPENDED")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "RESV_DEL_HOLD", "REQUEUE_HOLD", "SPECIAL_EXIT")
+# What a job that is being ended will be, by Slurm's reason; of one that was cancelled or preempted there is no reason.
+ENDING = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "OutOfMemory": "OUT_OF_MEMORY", "DeadLine": "DEADLINE"}
 FORMAT = "%A|%T|%N|%P|%l|%S|%r"  # %A is the number in SLURM_JOB_ID; %i of a task of a job array is 9_1
 
 
@@ -217,6 +219,7 @@ def parse_job(job: str, output: str) -> Job:
         fields = line.strip().split("|", 6)
         if len(fields) == 7 and fields[0] == job:
             _, state, nodes, partition, limit, start, reason = fields
+            state = ENDING.get(reason, state) if state == "COMPLETING" else state
             return Job(id=job, state=state, nodes=nodes, partition=partition, limit=limit, start=start, reason=reason)
     return Job(id=job, state=GONE)
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,25 @@ def test_the_state_of_a_job_is_parsed() -> None:
         reason="ReqNodeNotAvail, UnavailableNodes:n[0-3]|x",
     )
     assert slurm.parse_job("12", "").state == slurm.GONE
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"), [("TimeLimit", "TIMEOUT"), ("NodeDown", "NODE_FAIL"), ("None", "COMPLETING")]
+)
+def test_a_job_that_is_being_ended_has_its_reason(reason: str, state: str) -> None:
+    assert slurm.parse_job("12", f"12|COMPLETING|n0|debug|30:00|N/A|{reason}\n").state == state
+
+
+def test_a_time_limit_is_told_while_the_processes_of_the_job_still_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KillWait and an epilog may take minutes."""
+    reservation = scripted(tmp_path, monkeypatch, squeue='echo "7|COMPLETING|n[0-1]|p|5:00|N/A|TimeLimit"')
+    reservation.job = "7"
+    began = time.monotonic()
+    lost = reservation.lost("n1", by_signal=True)
+    assert lost is not None and str(lost) == "Slurm job 7 reached its time limit of 5:00"
+    assert time.monotonic() - began < slurm.END_TIMEOUT_S / 2
 
 
 def test_inside_a_task_of_a_job_array_its_nodes_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
