@@ -16,8 +16,10 @@ It has one processor. Computing takes its usual time, system calls several times
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import re
 import select
 import shlex
 import shutil
@@ -104,9 +106,9 @@ def find_kernel() -> tuple[Path, Path]:
     """Return the kernel and the folder of its modules. Raises Unavailable."""
     installed = shutil.which("linux.uml")
     for program in (cache_folder() / "usr/bin/linux.uml", *([Path(installed)] if installed else [])):
-        modules = sorted((program.parent.parent / "lib/uml/modules").glob("*/modules.dep"))
+        modules = [each.parent for each in (program.parent.parent / "lib/uml/modules").glob("*/modules.dep")]
         if os.access(program, os.X_OK) and modules:
-            return program, modules[-1].parent
+            return program, max(modules, key=lambda each: [int(part) for part in re.findall(r"\d+", each.name)])
     way_out = f"Install the package {PACKAGE}, or unpack it for yourself: make uml"
     raise Unavailable(f"substrate uml: there is no user-mode Linux (linux.uml) here. {way_out}")
 
@@ -535,7 +537,10 @@ def _mount(kind: str, path: Path, data: str) -> None:
 
 
 def load_modules(names: Sequence[str], folder: Path) -> None:
-    """Load these modules of the kernel, each after those that it needs. One that the folder lacks may be built in."""
+    """Load these modules of the kernel, each after those that it needs. One that the folder lacks may be built in.
+
+    Raises Unavailable for one that the kernel refuses.
+    """
     needed: dict[str, list[str]] = {}
     for line in (folder / "modules.dep").read_text().splitlines():
         file, _, rest = line.partition(":")
@@ -545,8 +550,11 @@ def load_modules(names: Sequence[str], folder: Path) -> None:
     for name in names:
         for file in [*reversed(needed.get(files.get(name, ""), [])), *([files[name]] if name in files else [])]:
             descriptor = os.open(folder / file, os.O_RDONLY)
-            init(FINIT_MODULE, descriptor, b"", 0)  # EEXIST: it is loaded; what fails is missed by `check_network`
+            code = ctypes.get_errno() if init(FINIT_MODULE, descriptor, b"", 0) else 0
             os.close(descriptor)
+            if code not in (0, errno.EEXIST):
+                rule = f"the user-mode kernel {os.uname().release} refuses its module {name} ({os.strerror(code)})"
+                raise Unavailable(f"substrate uml: {rule}: {folder / file}. Fetch both again: make uml")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from testbed.net.shaping import Bucket, Shaping
 from testbed.spec.errors import CommandFailed, RankFailed, TestbedError, Unavailable
 from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
+
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
@@ -48,6 +51,39 @@ def plans(count: int, **values: Any) -> list[NodePlan]:
 def test_the_kernel_in_the_cache_of_the_user_is_found(kernel: Path) -> None:
     uml.check(plans(4))
     assert uml.find_kernel() == (kernel, kernel.parents[1] / "lib/uml/modules/6.1.0")
+
+
+def test_of_several_versions_of_the_modules_the_highest_is_taken(kernel: Path) -> None:
+    folder = kernel.parents[1] / "lib/uml/modules"
+    for version in ("6.1.99", "6.1.140"):
+        shutil.copytree(folder / "6.1.0", folder / version)
+    assert uml.find_kernel() == (kernel, folder / "6.1.140")
+
+
+def test_a_module_that_the_kernel_refuses_is_an_error_with_the_kernels_reason(kernel: Path) -> None:
+    _, folder = uml.find_kernel()
+    file = folder / "kernel/net/802/stp.ko"
+    file.parent.mkdir(parents=True)
+    file.write_text("of another version")
+    with pytest.raises(Unavailable, match=rf"refuses its module bridge \(.+\): {file}. Fetch both again: make uml"):
+        uml.load_modules(["bridge"], folder)
+
+
+def test_make_uml_leaves_nothing_of_an_earlier_version(tmp_path: Path) -> None:
+    """A download that fails leaves the earlier one."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, line in {
+        "apt-get": 'touch "user-mode-linux_$VERSION.deb" && [ $VERSION ]',
+        "dpkg-deb": "mkdir $VERSION",
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "a cache")}
+    for version, code in (("6.1.99", 0), ("6.1.140", 0), ("", 2)):
+        done = subprocess.run(["make", "uml"], cwd=ROOT, env=env | {"VERSION": version}, capture_output=True, text=True)
+        assert done.returncode == code, done
+    assert [path.name for path in (tmp_path / "a cache/testbed/uml").iterdir()] == ["6.1.140"]
 
 
 def test_without_a_kernel_the_message_says_how_to_get_one(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
