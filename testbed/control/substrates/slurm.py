@@ -448,7 +448,8 @@ class Reservation:
             time.sleep(POLL_S)
         if down or (job.state in RUNNING and by_signal and not self._takes_a_step(node)):
             return how_it_ended(replace(job, state="NODE_FAIL", nodes=node))
-        return None if job.state in RUNNING else how_it_ended(job)
+        # while a job is being ended, squeue lists only the nodes that are not yet free
+        return None if job.state in RUNNING else how_it_ended(replace(job, nodes=",".join(self.names) or job.nodes))
 
     def _takes_a_step(self, node: str) -> bool:
         try:

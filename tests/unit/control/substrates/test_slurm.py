@@ -125,6 +125,16 @@ def test_a_time_limit_is_told_while_the_processes_of_the_job_still_end(
     assert time.monotonic() - began < slurm.END_TIMEOUT_S / 2
 
 
+def test_a_failed_node_is_named_while_only_the_other_nodes_of_the_job_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinfo = 'case "$*" in *n1*) echo n1 down* ;; esac; echo n0 completing'
+    squeue = 'echo "7|COMPLETING|n0|p|5:00|N/A|NodeDown"'
+    reservation = scripted(tmp_path, monkeypatch, squeue=squeue, sinfo=sinfo)
+    reservation.job, reservation.names = "7", ["n0", "n1"]
+    assert str(reservation.lost("n0", by_signal=True)) == "Slurm job 7 lost a node that failed (n1)"
+
+
 def test_inside_a_task_of_a_job_array_its_nodes_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM_JOB_ID is its number. squeue prints that for %A only; for %i it prints the number of the array."""
     row = 'case "$*" in *%A*) id=12 ;; *) id=9_1 ;; esac; echo "$id|RUNNING|n[0-1]|p|5:00|N/A|None"'
