@@ -62,11 +62,12 @@ fuzz: $(VENV)/.ready ## try random specs, modes, faults and files, many more tha
 engine: ## install and start a Docker engine with Compose (Debian, as root; asks first, ARGS=-y: does not)
 	docker/engine.sh $(ARGS)
 
-# Unpacked, not installed: the kernel is an ordinary program. --on uml finds it in this folder.
+# Unpacked, not installed: the kernel is an ordinary program. --on uml finds it in this folder, which has one version.
 UML := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/testbed/uml
 uml: ## fetch user-mode Linux for --on uml (Debian and its derivatives; any user)
-	@mkdir -p "$(UML)"
-	cd "$(UML)" && apt-get download user-mode-linux && dpkg-deb -x user-mode-linux_*.deb . && rm user-mode-linux_*.deb
+	@rm -rf "$(UML).new" && mkdir -p "$(UML).new"
+	cd "$(UML).new" && apt-get download user-mode-linux && dpkg-deb -x user-mode-linux_*.deb . && rm user-mode-linux_*.deb
+	@rm -rf "$(UML)" && mv "$(UML).new" "$(UML)"
 
 wheels: ## download the packages of a rank, to build the image without a package index
 	PYTHON=$(PYTHON) docker/wheels.sh

@@ -3,8 +3,8 @@
 collective    36.9 MB (VGG-11's gradient) on four shaped nodes: `ring/flat` against the links' TCP goodput, against
               Gloo's all_reduce and against Open MPI's Allreduce on the same network
 growth        8 MB at 100 Mbit on 2 to 16 nodes, against theory, and a plot of it
-uplinks       8 MB on four nodes in two racks whose uplinks are at 4:1: `ring` and `hierarchical` against theory, in
-              both orders of the ranks
+uplinks       8 MB on four and six nodes in racks of two, whose uplinks are at 4:1: `ring` and `hierarchical` against
+              theory, in both orders of the ranks
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ GROWTH_SEGMENT = "16KiB"
 GROWTH_PLOT = ROOT / "results" / "growth.svg"
 
 UPLINK, SLOWER = "50mbit", 2.0  # than a link; the two nodes of a rack could send four times as much
-ORDERS: tuple[Racks, ...] = (((0, 1), (2, 3)), ((0, 2), (1, 3)))  # a ring leaves a rack once a round, or at every hop
+ORDERS: tuple[Racks, ...] = (  # a ring leaves a rack once a round, or at every hop
+    ((0, 1), (2, 3)),
+    ((0, 2), (1, 3)),
+    ((0, 1), (2, 3), (4, 5)),
+    ((0, 3), (1, 4), (2, 5)),
+)
 
 Times = dict[str, list[float]]  # algorithm: seconds of each repeat
 
@@ -151,17 +156,18 @@ def _plot_growth(measured: dict[int, Times], theory: dict[int, dict[str, float]]
     print(f"  plot: {GROWTH_PLOT}", flush=True)
 
 
-# --- uplinks: two racks ----------------------------------------------------------------------------------------------
+# --- uplinks: racks of two -------------------------------------------------------------------------------------------
 
 
 def uplinks() -> Iterator[Figure]:
     once = GROWTH_ELEMENTS * 32 / (GROWTH_BITS_PER_S * efficiency())  # seconds to send the buffer over one link
     for racks in ORDERS:
-        with shaped_network(GROWTH_RATE, racks=racks, uplink=UPLINK, segment=GROWTH_SEGMENT) as (substrate, _, folder):
+        nodes, keys = sum(map(len, racks)), {"uplink": UPLINK, "segment": GROWTH_SEGMENT}
+        with shaped_network(GROWTH_RATE, nodes, racks=racks, **keys) as (substrate, _, folder):
             names = "ring,hierarchical"
             times = time_collectives(substrate, folder, GROWTH_REPEATS, GROWTH_ELEMENTS, names, racks)
         for name, measured in times.items():
-            known = least.cost(SyncMode.parse(name), NODES, least.Uplinks(racks, SLOWER))
+            known = least.cost(SyncMode.parse(name), nodes, least.Uplinks(racks, SLOWER))
             assert known is not None
             yield Figure(
                 name=f"{name}, 8 MB, {GROWTH_RATE}, uplinks of {UPLINK}, racks {json.dumps(racks)}: time / theory",

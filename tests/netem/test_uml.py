@@ -126,6 +126,41 @@ def test_the_files_are_the_users(whole: dict[str, Any], home: Path) -> None:
     assert len(Receipt.read(home / "ring" / "receipt.json").links) == 12
 
 
+def test_a_delay_between_racks_is_on_links_across_alone_and_the_uplink_is_shared(home: Path) -> None:
+    """On links across the round trip has the uplink's delay in each direction."""
+    racks = ["--set", "topology.racks=[[0, 1], [2]]", "--set", "topology.uplink=25mbit", "--set", "topology.delay=10ms"]
+    flags = ["--nodes", "3", "--rate", "40mbit", *racks, "--mode", "hierarchical", "--steps", "3", "--batch", "12"]
+    code, _, err = run(home, "run", *SMALL, *flags, "--keep-going", "--out", "racks")
+    summary = json.loads((home / "racks" / "summary.json").read_text())
+    receipt = Receipt.read(home / "racks" / "receipt.json")
+    assert code == 0 and receipt.valid() and summary["replicas_agree"], (
+        f"{receipt.sentence()}; {summary['notes']}; {err}"
+    )
+    for link in receipt.links:
+        assert link.across == (2 in (link.src, link.dst)) and (link.way is not None) == link.across
+        if link.way is not None:
+            assert link.way.rtt_requested == pytest.approx(0.02)
+            assert abs(link.way.rtt - 0.02) <= 0.001, f"{link.src} -> {link.dst}: {link.way}"
+    assert len(receipt.uplinks) == 2 and {uplink.requested for uplink in receipt.uplinks} == {25_000_000}
+
+
+def test_a_link_has_delay_jitter_and_loss_at_once(home: Path) -> None:
+    values = {"rate": "10mbit", "delay": "20ms", "jitter": "4ms", "loss": "1%"}
+    link = [f"--set=overrides.node1.link.{key}={value}" for key, value in values.items()]
+    flags = ["--nodes", "2", "--rate", "10mbit", *link, "--steps", "3", "--keep-going", "--out", "jitter"]
+    code, _, err = run(home, "run", *SMALL, *flags)
+    summary = json.loads((home / "jitter" / "summary.json").read_text())
+    receipt = Receipt.read(home / "jitter" / "receipt.json")
+    assert code == 0 and receipt.valid(), f"{receipt.sentence()}; before: {summary['notes']}; {err}"
+    ways = {(link.src, link.dst): link.way for link in receipt.links}
+    for way in ways.values():
+        assert way is not None and way.rtt_requested == pytest.approx(0.02)
+        assert abs(way.rtt - 0.02) <= 0.001 + 0.75 * 0.004, way
+    sent, received = ways[1, 0], ways[0, 1]
+    assert sent is not None and sent.packets >= 2000 and received is not None and received.packets == 0
+    assert abs(sent.lost - 0.01 * sent.packets) < 4.5 * math.sqrt(0.01 * 0.99 * sent.packets), sent
+
+
 def test_only_the_run_folder_can_be_written(home: Path) -> None:
     (home / "mine.py").write_text(MODEL.format(home=str(home)))
     flags = ["--model", "mine.py:make", "--set", "faults=kill:rank1@step3", "--steps", "5", "--out", "mine"]

@@ -688,24 +688,31 @@ def test_bytes_that_bypassed_the_shaped_links_are_refused() -> None:
 
 
 def test_collectives_across_uplinks_are_compared_with_theory_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """S/B is 0.67 s: a ring needs 3 S/B, or 6 where it leaves a rack at every hop; hierarchical needs 3 in both."""
+    """S/B is 0.67 s. On four nodes a ring needs 3 S/B, or 6 where it leaves a rack at every hop; hierarchical needs 3
+    in both orders. On six a ring needs 10/3 or 20/3, hierarchical 11/3."""
     asked: list[Any] = []
     once = 64e6 / (100e6 * efficiency())
     monkeypatch.setattr(
-        collectives, "shaped_network", lambda rate, **keys: asked.append(keys) or nullcontext([None] * 3)
+        collectives,
+        "shaped_network",
+        lambda rate, nodes, **keys: asked.append((nodes, keys)) or nullcontext([None] * 3),
     )
-    monkeypatch.setattr(collectives, "time_collectives", lambda *_: {"ring": [3 * once], "hierarchical": [3.45 * once]})
+    monkeypatch.setattr(
+        collectives, "time_collectives", lambda *_: {"ring": [3.2 * once], "hierarchical": [3.45 * once]}
+    )
     found = {figure.name: (round(figure.value, 3), figure.met) for figure in collectives.uplinks()}
-    assert [keys["racks"] for keys in asked] == list(collectives.ORDERS) and asked[0]["uplink"] == "50mbit"
-    where = [
-        "8 MB, 100mbit, uplinks of 50mbit, racks [[0, 1], [2, 3]]",
-        "8 MB, 100mbit, uplinks of 50mbit, racks [[0, 2], [1, 3]]",
-    ]
+    assert [nodes for nodes, _ in asked] == [4, 4, 6, 6] and asked[0][1]["uplink"] == "50mbit"
+    assert [keys["racks"] for _, keys in asked] == list(collectives.ORDERS)
+    expected = {
+        "[[0, 1], [2, 3]]": ((1.067, True), (1.15, False)),
+        "[[0, 2], [1, 3]]": ((0.533, False), (1.15, False)),
+        "[[0, 1], [2, 3], [4, 5]]": ((0.96, True), (0.941, True)),
+        "[[0, 3], [1, 4], [2, 5]]": ((0.48, False), (0.941, True)),
+    }
     assert found == {
-        f"ring, {where[0]}: time / theory": (1.0, True),
-        f"hierarchical, {where[0]}: time / theory": (1.15, False),
-        f"ring, {where[1]}: time / theory": (0.5, False),
-        f"hierarchical, {where[1]}: time / theory": (1.15, False),
+        f"{name}, 8 MB, 100mbit, uplinks of 50mbit, racks {racks}: time / theory": value
+        for racks, values in expected.items()
+        for name, value in zip(("ring", "hierarchical"), values, strict=True)
     }
 
 

@@ -213,6 +213,8 @@ def _not_applied(plan: NodePlan) -> list[str]:
         notes.append(f"rate {format_rate(link.rate)} not applied: plain processes share the loopback")
     if link.needs_netem:
         notes.append("delay and loss not applied: plain processes share the loopback")
+    if plan.uplink is not None:
+        notes.append("uplinks of racks not applied: plain processes share the loopback")
     if plan.cpus is not None:
         notes.append(f"{plan.cpus:g} CPUs per node not applied: plain processes share all cores")
     if plan.congestion is not None:

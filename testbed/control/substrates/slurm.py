@@ -60,7 +60,7 @@ PATIENCE_S = 60.0  # for a slurmctld that does not answer, e.g. because it resta
 SURVEY_TIMEOUT_S = 90.0
 CHECK_TIMEOUT_S = 30.0  # for a step that does nothing; where slurmd is dead it fails within 10 s
 STEP_TIMEOUT_S = 10.0  # for Slurm to list a step that srun has begun
-END_TIMEOUT_S = 30.0  # for a job that is ending to show how it ended
+END_TIMEOUT_S = 120.0  # for a job that is ending to show how it ended; Slurm's KillWait is 30 s, and an epilog follows
 POLL_S = 0.5
 MAX_VALUE_CHARS = 1000
 MAX_POLL_S = 5.0  # between two looks at a job that waits in the queue
@@ -89,9 +89,8 @@ done
 # Options of sbatch that a user may set by --slurm-option; those without a value are flags. What would change how the
 # run is started, where it writes or what it inherits is not among them.
 OPTIONS = {
-    "constraint", "cores-per-socket", "cpus-per-task", "deadline", "exclude", "gres", "hint", "licenses", "mem",
-    "mem-per-cpu", "nice", "nodelist", "prefer", "qos", "reservation", "sockets-per-node", "switches",
-    "threads-per-core", "tmp", "wckey",
+    "constraint", "cores-per-socket", "deadline", "exclude", "gres", "hint", "licenses", "mem", "mem-per-cpu", "nice",
+    "nodelist", "prefer", "qos", "reservation", "sockets-per-node", "switches", "threads-per-core", "tmp", "wckey",
 }  # fmt: skip
 FLAGS = {"contiguous", "exclusive", "spread-job"}
 # What sbatch, srun and so the ranks inherit of the caller's variables.
@@ -151,6 +150,9 @@ def _check_value(what: str, value: str) -> None:
 
 def _check_option(text: str) -> None:
     key, equals, value = text.partition("=")
+    if key == "cpus-per-task":
+        rule = "a rank gets as many CPUs as it has threads"
+        raise refuse("--slurm-option", text, rule, "Use --set threads=K for K of both.")
     if key not in OPTIONS | FLAGS:
         allowed = f"Allowed: {', '.join(sorted(OPTIONS | FLAGS))}."
         raise refuse("--slurm-option", text, f"{key!r} is not allowed{did_you_mean(key, OPTIONS | FLAGS)}", allowed)
@@ -206,6 +208,8 @@ class Job:
 GONE = "GONE"
 RUNNING = ("RUNNING", "SUSPENDED")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "RESV_DEL_HOLD", "REQUEUE_HOLD", "SPECIAL_EXIT")
+# What a job that is being ended will be, by Slurm's reason; of one that was cancelled or preempted there is no reason.
+ENDING = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "OutOfMemory": "OUT_OF_MEMORY", "DeadLine": "DEADLINE"}
 FORMAT = "%A|%T|%N|%P|%l|%S|%r"  # %A is the number in SLURM_JOB_ID; %i of a task of a job array is 9_1
 
 
@@ -215,6 +219,7 @@ def parse_job(job: str, output: str) -> Job:
         fields = line.strip().split("|", 6)
         if len(fields) == 7 and fields[0] == job:
             _, state, nodes, partition, limit, start, reason = fields
+            state = ENDING.get(reason, state) if state == "COMPLETING" else state
             return Job(id=job, state=state, nodes=nodes, partition=partition, limit=limit, start=start, reason=reason)
     return Job(id=job, state=GONE)
 
@@ -443,7 +448,8 @@ class Reservation:
             time.sleep(POLL_S)
         if down or (job.state in RUNNING and by_signal and not self._takes_a_step(node)):
             return how_it_ended(replace(job, state="NODE_FAIL", nodes=node))
-        return None if job.state in RUNNING else how_it_ended(job)
+        # while a job is being ended, squeue lists only the nodes that are not yet free
+        return None if job.state in RUNNING else how_it_ended(replace(job, nodes=",".join(self.names) or job.nodes))
 
     def _takes_a_step(self, node: str) -> bool:
         try:

@@ -16,8 +16,10 @@ It has one processor. Computing takes its usual time, system calls several times
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import re
 import select
 import shlex
 import shutil
@@ -54,11 +56,13 @@ from testbed.spec.run import DEFAULT_PORT, RunSpec
 MAX_NODES = 8
 MAX_PARAMETERS = 1_000_000  # the gradients of one step are 4 MB
 BYTES_OF_KERNEL, BYTES_PER_NODE = 1 << 30, 400 << 20  # of memory; what is not used is not taken
+SHARED_MEMORY = Path("/dev/shm")
 PACKAGE = "user-mode-linux"  # of Debian and its derivatives
 MODULES = ("bridge", "veth", "ifb", "sch_tbf", "sch_netem", "sch_ingress", "cls_u32", "act_mirred")
 HIDDEN = (Path("/run"), Path("/dev"), Path("/proc"), Path("/sys"))  # folders that are that kernel's own
 BOOT_TIMEOUT_S = 120.0  # the kernel alone took 3 s on a busy machine
 CALL_TIMEOUT_S = 180.0  # of one request to the agent; at a load of 60 making the nodes took more than 60 s
+MAX_CONSOLE_BYTES = 1 << 20
 POLL_S = 0.05  # of the agent, for ranks that have ended
 END_TIMEOUT_S = 5.0  # of the keeper, which kills the kernel
 KILLED_TIMEOUT_S = 30.0  # of a killed keeper; on a busy machine the kernel's memory takes seconds to be freed
@@ -102,9 +106,9 @@ def find_kernel() -> tuple[Path, Path]:
     """Return the kernel and the folder of its modules. Raises Unavailable."""
     installed = shutil.which("linux.uml")
     for program in (cache_folder() / "usr/bin/linux.uml", *([Path(installed)] if installed else [])):
-        modules = sorted((program.parent.parent / "lib/uml/modules").glob("*/modules.dep"))
+        modules = [each.parent for each in (program.parent.parent / "lib/uml/modules").glob("*/modules.dep")]
         if os.access(program, os.X_OK) and modules:
-            return program, modules[-1].parent
+            return program, max(modules, key=lambda each: [int(part) for part in re.findall(r"\d+", each.name)])
     way_out = f"Install the package {PACKAGE}, or unpack it for yourself: make uml"
     raise Unavailable(f"substrate uml: there is no user-mode Linux (linux.uml) here. {way_out}")
 
@@ -164,7 +168,7 @@ class Kernel:
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix=ownership.owned_name("uml-"))))
-            self._console = folder / "console"
+            self._console = undo.enter_context((folder / "console").open("w+b"))
             process, answers = self._boot(folder, undo)
             undo.callback(_end, process)
             threading.Thread(target=self._read, args=(answers,), daemon=True).start()
@@ -191,16 +195,15 @@ class Kernel:
         argv = [*dies_with_parent(), "sh", "-c", KEEPER, str(folder), *kernel, *quiet]
         argv += [f"uml_dir={folder}/", f"init={init}"]
         mark = {ownership.VARIABLE: ownership.current(), "TMPDIR": str(_memory_folder(self._memory_bytes))}
-        with self._console.open("wb") as output:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=os.environ | mark,
-                pass_fds=(theirs, theirs_too),
-                start_new_session=True,  # Ctrl-C at the terminal reaches only the controller
-            )
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=self._console,
+            stderr=self._console,
+            env=os.environ | mark,
+            pass_fds=(theirs, theirs_too),
+            start_new_session=True,  # Ctrl-C at the terminal reaches only the controller
+        )
         os.close(theirs)
         os.close(theirs_too)
         return process, answers
@@ -232,13 +235,23 @@ class Kernel:
                 raise self._failure(what if self._gone else f"{what}, and is silent for {timeout_s:g} s")
 
     def _failure(self, what: str) -> TestbedError:
-        printed = self._console.read_text(errors="replace").strip() if self._console.exists() else ""
-        last = one_line(printed.rpartition("\n")[2]) or "it printed nothing"
+        last = one_line(self._last_line()) or "it printed nothing"
         if not self._ready:
             return Unavailable(
                 f"substrate uml: the user-mode kernel did not {what} ({last}). Use --on netns or compose"
             )
         return RankFailed(f"substrate uml: the user-mode kernel did not {what} ({last})")
+
+    def _last_line(self) -> str:
+        """The last line that the kernel has printed, of a panic the first: a list of its functions follows.
+
+        The file is open from the start, because the keeper removes the folder as soon as the kernel ends.
+        """
+        if self._console.closed:
+            return ""
+        printed = os.pread(self._console.fileno(), MAX_CONSOLE_BYTES, 0).decode(errors="replace").strip()
+        lines = printed.splitlines() or [""]
+        return next((line for line in lines if "Kernel panic" in line), lines[-1])
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Ask the agent to do this and return its answer. Raises the agent's TestbedError, or that the kernel ended."""
@@ -271,12 +284,11 @@ def boot_script(variables: Mapping[str, str], folder: Path, agent: Sequence[str]
 
 
 def _memory_folder(size: int) -> Path:
-    """Where the kernel keeps its memory, in a file without a name."""
-    shared = Path("/dev/shm")
+    """Where the kernel keeps its memory, in a file without a name, which it maps as executable."""
     with suppress(OSError):
-        found = os.statvfs(shared)
-        if found.f_bavail * found.f_frsize >= size:
-            return shared
+        found = os.statvfs(SHARED_MEMORY)
+        if found.f_bavail * found.f_frsize >= size and not found.f_flag & os.ST_NOEXEC:
+            return SHARED_MEMORY
     return Path(tempfile.gettempdir())
 
 
@@ -525,7 +537,10 @@ def _mount(kind: str, path: Path, data: str) -> None:
 
 
 def load_modules(names: Sequence[str], folder: Path) -> None:
-    """Load these modules of the kernel, each after those that it needs. One that the folder lacks may be built in."""
+    """Load these modules of the kernel, each after those that it needs. One that the folder lacks may be built in.
+
+    Raises Unavailable for one that the kernel refuses.
+    """
     needed: dict[str, list[str]] = {}
     for line in (folder / "modules.dep").read_text().splitlines():
         file, _, rest = line.partition(":")
@@ -535,8 +550,11 @@ def load_modules(names: Sequence[str], folder: Path) -> None:
     for name in names:
         for file in [*reversed(needed.get(files.get(name, ""), [])), *([files[name]] if name in files else [])]:
             descriptor = os.open(folder / file, os.O_RDONLY)
-            init(FINIT_MODULE, descriptor, b"", 0)  # EEXIST: it is loaded; what fails is missed by `check_network`
+            code = ctypes.get_errno() if init(FINIT_MODULE, descriptor, b"", 0) else 0
             os.close(descriptor)
+            if code not in (0, errno.EEXIST):
+                rule = f"the user-mode kernel {os.uname().release} refuses its module {name} ({os.strerror(code)})"
+                raise Unavailable(f"substrate uml: {rule}: {folder / file}. Fetch both again: make uml")
 
 
 def main() -> None:

@@ -73,6 +73,8 @@ def test_notes_say_what_is_not_applied() -> None:
     notes = ProcessSubstrate(plans).notes
     assert notes[0] == "rate 200mbit not applied: plain processes share the loopback"
     assert len(notes) == 3 and "0.4 CPUs" in notes[1] and "cubic" in notes[2]
+    racks = [NodePlan(name=f"node{rack}", rack=rack, uplink=Link(delay=0.005)) for rack in range(2)]
+    assert ProcessSubstrate(racks).notes == ("uplinks of racks not applied: plain processes share the loopback",)
 
 
 def test_links_quotas_and_memory_limits_are_unavailable() -> None:

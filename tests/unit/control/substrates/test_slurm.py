@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_a_step_is_one_task_per_node_of_the_job() -> None:
         (["mem=1\n#SBATCH"], "must be printable"),
         ([f"mem={'9' * 1001}"], "at most 1000"),
         (["--mem=1"], "not allowed"),
+        (["cpus-per-task=8"], "as many CPUs as it has threads. Use --set threads=K"),
     ],
 )
 def test_an_option_outside_the_list_is_refused(options: list[str], words: str) -> None:
@@ -102,6 +104,35 @@ def test_the_state_of_a_job_is_parsed() -> None:
         reason="ReqNodeNotAvail, UnavailableNodes:n[0-3]|x",
     )
     assert slurm.parse_job("12", "").state == slurm.GONE
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"), [("TimeLimit", "TIMEOUT"), ("NodeDown", "NODE_FAIL"), ("None", "COMPLETING")]
+)
+def test_a_job_that_is_being_ended_has_its_reason(reason: str, state: str) -> None:
+    assert slurm.parse_job("12", f"12|COMPLETING|n0|debug|30:00|N/A|{reason}\n").state == state
+
+
+def test_a_time_limit_is_told_while_the_processes_of_the_job_still_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KillWait and an epilog may take minutes."""
+    reservation = scripted(tmp_path, monkeypatch, squeue='echo "7|COMPLETING|n[0-1]|p|5:00|N/A|TimeLimit"')
+    reservation.job = "7"
+    began = time.monotonic()
+    lost = reservation.lost("n1", by_signal=True)
+    assert lost is not None and str(lost) == "Slurm job 7 reached its time limit of 5:00"
+    assert time.monotonic() - began < slurm.END_TIMEOUT_S / 2
+
+
+def test_a_failed_node_is_named_while_only_the_other_nodes_of_the_job_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinfo = 'case "$*" in *n1*) echo n1 down* ;; esac; echo n0 completing'
+    squeue = 'echo "7|COMPLETING|n0|p|5:00|N/A|NodeDown"'
+    reservation = scripted(tmp_path, monkeypatch, squeue=squeue, sinfo=sinfo)
+    reservation.job, reservation.names = "7", ["n0", "n1"]
+    assert str(reservation.lost("n0", by_signal=True)) == "Slurm job 7 lost a node that failed (n1)"
 
 
 def test_inside_a_task_of_a_job_array_its_nodes_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ from testbed.control.runs.select import SUBSTRATES
 from testbed.control.substrates import uml
 from testbed.control.substrates.base import NodeCounts, NodePlan
 from testbed.net.shaping import Bucket, Shaping
-from testbed.spec.errors import CommandFailed, TestbedError, Unavailable
+from testbed.spec.errors import CommandFailed, RankFailed, TestbedError, Unavailable
 from testbed.spec.link import Link
 from testbed.spec.run import RunSpec
+
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
@@ -46,6 +51,39 @@ def plans(count: int, **values: Any) -> list[NodePlan]:
 def test_the_kernel_in_the_cache_of_the_user_is_found(kernel: Path) -> None:
     uml.check(plans(4))
     assert uml.find_kernel() == (kernel, kernel.parents[1] / "lib/uml/modules/6.1.0")
+
+
+def test_of_several_versions_of_the_modules_the_highest_is_taken(kernel: Path) -> None:
+    folder = kernel.parents[1] / "lib/uml/modules"
+    for version in ("6.1.99", "6.1.140"):
+        shutil.copytree(folder / "6.1.0", folder / version)
+    assert uml.find_kernel() == (kernel, folder / "6.1.140")
+
+
+def test_a_module_that_the_kernel_refuses_is_an_error_with_the_kernels_reason(kernel: Path) -> None:
+    _, folder = uml.find_kernel()
+    file = folder / "kernel/net/802/stp.ko"
+    file.parent.mkdir(parents=True)
+    file.write_text("of another version")
+    with pytest.raises(Unavailable, match=rf"refuses its module bridge \(.+\): {file}. Fetch both again: make uml"):
+        uml.load_modules(["bridge"], folder)
+
+
+def test_make_uml_leaves_nothing_of_an_earlier_version(tmp_path: Path) -> None:
+    """A download that fails leaves the earlier one."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, line in {
+        "apt-get": 'touch "user-mode-linux_$VERSION.deb" && [ $VERSION ]',
+        "dpkg-deb": "mkdir $VERSION",
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "a cache")}
+    for version, code in (("6.1.99", 0), ("6.1.140", 0), ("", 2)):
+        done = subprocess.run(["make", "uml"], cwd=ROOT, env=env | {"VERSION": version}, capture_output=True, text=True)
+        assert done.returncode == code, done
+    assert [path.name for path in (tmp_path / "a cache/testbed/uml").iterdir()] == ["6.1.140"]
 
 
 def test_without_a_kernel_the_message_says_how_to_get_one(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +246,44 @@ def test_answers_of_the_agent_arrive_as_they_were() -> None:
 def test_plans_arrive_as_they_were() -> None:
     wanted = plans(1, link=Link(rate=20_000_000, delay=0.05, loss=0.001), cpus=0.2, uplink=Link(rate=10_000_000))
     assert uml.PLANS.validate_python(json.loads(uml.PLANS.dump_json(wanted))) == wanted
+
+
+PANIC = "Kernel panic - not syncing: no init"
+
+
+@pytest.mark.parametrize(
+    ("prints", "words"),
+    [
+        ("checking; /dev/shm must be not mounted noexec", r"did not start \(/dev/shm must be not mounted noexec\)"),
+        (f"Warning; {PANIC}; Stack:; [<6002d37a>] show_stack", rf"did not start \({PANIC}\)"),
+        ("", r"did not start \(it printed nothing\)"),
+    ],
+)
+def test_a_kernel_that_dies_is_told_with_what_it_printed(kernel: Path, prints: str, words: str) -> None:
+    """The keeper has removed the console's folder when the line of the kernel is found closed."""
+    echo = "".join(f"echo '{line.strip()}'\n" for line in prints.split(";") if line)
+    kernel.write_text(f"#!/bin/sh\n{echo}exit 1\n")
+    with pytest.raises(Unavailable, match=words):
+        uml.Kernel(1 << 20).__enter__()
+
+
+def test_what_the_kernel_prints_at_its_end_is_told_after_it_was_ready(kernel: Path) -> None:
+    ready = "line = int(re.search(r'ssl0=fd:[0-9]+,fd:([0-9]+)', ' '.join(sys.argv))[1])\n"
+    ready += "os.write(line, b'{\"ready\": true}\\n')\n"
+    kernel.write_text(f"#!{sys.executable}\nimport os, re, sys\n{ready}print('{PANIC}')\n")
+    with uml.Kernel(1 << 20) as booted, pytest.raises(RankFailed, match=rf"did not keep running \({PANIC}\)"):
+        booted.code(1, timeout_s=20)
+    with pytest.raises(RankFailed):
+        booted.code(1)
+
+
+def test_memory_is_not_kept_in_a_folder_from_which_nothing_may_be_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [0]
+    large = types.SimpleNamespace(f_bavail=1 << 30, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(**vars(large), f_flag=flags[0]))
+    assert uml._memory_folder(1 << 20) == uml.SHARED_MEMORY
+    flags[0] = os.ST_NOEXEC | os.ST_NOSUID
+    assert uml._memory_folder(1 << 20) == Path(tempfile.gettempdir())
 
 
 def test_the_keeper_removes_its_folder_if_the_kernel_ends_while_sigterm_comes(tmp_path: Path) -> None:
