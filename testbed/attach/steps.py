@@ -1,8 +1,9 @@
 """Record the steps of a script and the time of their phases.
 
-A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. If a
-script has several optimizers, the end of the first step is known only when the first optimizer updates again, and the
-record is sent then. An evaluation between two steps belongs to neither.
+A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. A
+round is known when one of its optimizers updates again. So if a script has several optimizers, the record of the first
+step is sent then, and also that of the first step of an optimizer that replaces others. An evaluation between two steps
+belongs to neither.
 
 The phases of a step (`Phases`) are data, forward, backward, sync, update. No event marks the begin of a forward pass or
 of synchronisation, so the next event decides to which phase such an interval belongs. Phases do not overlap, except
@@ -138,10 +139,10 @@ class Steps(Part):
         self.phases = Phases(self.timeline)
         self.number = 0
         self.started = False
-        self.order: list[int] = []  # ids of the optimizers of one round, in the order of their first update
-        self.last: int | None = None  # id of the optimizer that ends a step; None: not known yet
+        self.order: list[int] = []  # ids of the optimizers of the last complete round; the last one ends a step
+        self.round: list[int] = []  # ids of the optimizers that have updated in this round
         self.made = 0  # number of optimizers
-        self.held: list[dict[str, Any]] = []  # the parts of the first step, until its end is known
+        self.held: list[dict[str, Any]] = []  # the parts of a step whose end is not known yet
         self.wrappers: dict[str, dict[str, Any]] = {}
         self.ddp: Any = None  # the first DistributedDataParallel
         self.logged: list[dict[str, Any]] = []  # times from DDP's logging data beside the observer's
@@ -270,21 +271,23 @@ class Steps(Part):
         key = id(optimizer)
         if not self.started:
             self._start(optimizer)
-        if self.last is None and self.order and key == self.order[0]:  # the next round begins
-            self.last = self.order[-1]
+        if key in self.round:  # the optimizers of the round have changed, so the last one of `order` has not ended it
+            self.order, self.round = self.round, []
             self._send_held()
-        elif key not in self.order:
-            self.order.append(key)
+        self.round.append(key)
 
     def update_ended(self, optimizer: Any) -> None:
         self.phases.update_ended()
-        if self.last is None or id(optimizer) == self.last:
-            fields = self._take()
-            if self.last is None and self.made > 1 and self.limit != 1:
-                self.held.append(fields)
-            else:
-                self._send_step([fields])
-            self.phases.start()
+        key = id(optimizer)
+        ends = key in self.order[-1:]
+        if not ends and key in self.order:
+            return
+        self.held.append(self._take())
+        if ends:
+            self.round = []
+        if ends or (self.made <= 1 and not self.order) or self.number + 1 == self.limit:
+            self._send_held()
+        self.phases.start()
 
     def collective_began(self, collective: Collective) -> None:
         name, row = self._row(collective)

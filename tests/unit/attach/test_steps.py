@@ -190,6 +190,41 @@ def test_a_second_optimizer_that_is_never_used_changes_nothing(script: Script) -
     assert [step.step for step in rounds(script, 3, optimizers[:1])] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("updates", "losses"),
+    [
+        ("AAABBB", [[0], [1], [2], [3], [4], [5]]),  # another optimizer for the last layers, or a new one in each epoch
+        ("ABBB", [[0, 1], [2], [3]]),
+        ("ABABCDCD", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("ABABAAA", [[0, 1], [2, 3], [4, 5], [6]]),
+        ("AABAABA", [[0], [1], [2, 3], [4], [5, 6]]),  # B updates seldom
+    ],
+)
+def test_steps_are_recorded_after_an_optimizer_was_replaced(
+    script: Script, updates: str, losses: list[list[int]]
+) -> None:
+    optimizers = {name: script.optimizer() for name in sorted(set(updates))}
+    for each in optimizers.values():
+        script.steps.optimizer_made(each)
+    for number, name in enumerate(updates):
+        script.backward(float(number), [script.collective()])
+        script.update(optimizers[name])
+    script.steps.ends()
+    steps = script.recorded(Step)
+    assert [(step.step, step.loss) for step in steps] == [(k, sum(each) / len(each)) for k, each in enumerate(losses)]
+    assert [len(step.comm) for step in steps] == [len(each) for each in losses]
+
+
+def test_the_last_requested_step_is_not_held_after_an_optimizer_was_replaced(tmp_path: Path) -> None:
+    script = Script(tmp_path, limit=3)
+    first, second = script.optimizer(), script.optimizer()
+    script.update(first)
+    script.update(first)
+    with pytest.raises(SystemExit):
+        script.update(second)
+    assert script.sent.pop() == {"kind": "limit", "steps": 3} and len(script.recorded(Step)) == 3
+
+
 def test_processor_time_is_of_the_whole_process(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel does not count delays, the processor time stands for them."""
     first, *_ = rounds(script, 1, [script.optimizer()])
