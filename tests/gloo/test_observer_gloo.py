@@ -12,7 +12,7 @@ from testbed.attach import observer, seams
 from testbed.attach.as_cpu import CHANGED, GLOO
 from testbed.attach.events import FAULT, Part
 from testbed.attach.seams import SEAMS
-from testbed.results.observations import Calls, Setup
+from testbed.results.observations import Calls, Gradients, Setup
 from testbed.results.records import Start, Step
 from tests.scripts.common import GRADIENT_BYTES
 from tests.support.observed import Rank, run_ranks
@@ -124,6 +124,16 @@ def test_styles_of_ddp(tmp_path: Path, style: str) -> None:
         assert (row.operation, row.by) == ("all_reduce", "DistributedDataParallel")
         assert (row.bytes, row.detail["reduce"]) == (STEPS * GRADIENT_BYTES, "sum") and row.blocked > 0
         assert all(step.backward > 0 and step.forward > 0 and step.update > 0 for step in steps)
+
+
+def test_backward_passes_inside_the_backward_pass_are_one_pass(tmp_path: Path) -> None:
+    for rank in observed(tmp_path, "ddp_checkpoint.py"):
+        for step, loss in zip(steps_of(rank), losses_of(rank), strict=True):
+            assert step.loss == loss and [name for name, *_ in step.phases].count("backward") == 1
+            assert step.blocked > 0
+        assert {record.passes for record in rank.of(Gradients)} == {1}
+        assert {row.by for row in rank.rows if row.phase == "backward"} == {"DistributedDataParallel"}
+        assert sum(row.bytes for row in rank.rows if row.phase == "backward") == STEPS * GRADIENT_BYTES
 
 
 @pytest.mark.parametrize(("style", "site", "share"), [("hook", "ddp_styles.py:19", 1), ("fp16", "ddp_styles.py:52", 2)])
