@@ -11,6 +11,7 @@ from testbed.spec.grading import Part
 
 STEPS, WORLD, IMAGES = 10, 3, 48
 GRADIENT_BYTES = 400_000
+SAMPLED = (0, 1, 3, 7)  # updates
 LOCAL = [[1.0, 2.0, -1.0], [3.0, 0.0, 1.0], [2.0, 4.0, 0.5]]  # gradients by rank
 MEAN = [sum(values) / WORLD for values in zip(*LOCAL, strict=True)]
 
@@ -27,6 +28,7 @@ def evidence(
     gradient_bytes: int = GRADIENT_BYTES,
     rate: int | None = None,
     given: list[list[float]] | None = None,  # gradients as the optimizers get them, by rank
+    given_last: list[list[float]] | None = None,  # the same at the last update that is sampled
     operations: tuple[str, ...] = ("all_reduce",),
     wrappers: tuple[str, ...] = (),
     steps: int = STEPS,
@@ -46,8 +48,9 @@ def evidence(
             rows.append(_step(step, seconds, loss, images // WORLD, 1_000_000 + sent * (step + 1)))
             rows.append(Batch(step=step, hash=f"{batches[rank]}{step}", images=images // WORLD))
             rows.append(Parameters(step=step, moment="step", hash=hashes[rank]))
-        own = (given or [MEAN] * WORLD)[rank]
-        rows.append(Gradients(step=0, passes=1, names=["w"], local=[LOCAL[rank]], given=[own]))
+        for update in SAMPLED:
+            own = ((update == SAMPLED[-1] and given_last) or given or [MEAN] * WORLD)[rank]
+            rows.append(Gradients(step=update, passes=1, names=["w"], local=[LOCAL[rank]], given=[own]))
         calls = [
             Call(operation=each, site="a.py:9", phase="sync", count=steps, bytes=steps * gradient_bytes)
             for each in operations

@@ -146,8 +146,10 @@ def _gradients(case: Case) -> Finding:
     if fit.kind in ("unseen", "zero"):
         return Finding(NOT_PROVEN, f"the gradients are {fit.words}")
     told = f"the optimizer gets {fit.words}" if fit.kind != "equal" else f"gradients are {fit.words}"
-    numbers = f"factor {fit.factor:.6f}, residual {fit.residual:.1e}, {fit.samples} samples"
-    return Finding(MET if fit.kind in ("mean", "equal") else NOT_MET, f"{told} ({numbers})")
+    numbers = f"factor {fit.factor:.6f}, residual {fit.residual:.1e}"
+    if fit.kind in ("mean", "equal"):
+        return Finding(MET, f"{told} ({numbers}, {fit.samples} samples)")
+    return Finding(NOT_MET, f"{told} ({numbers}, at update {fit.step}, {fit.samples} of {fit.decided} samples)")
 
 
 def _replicas(case: Case) -> Finding:

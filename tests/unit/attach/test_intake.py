@@ -114,9 +114,7 @@ def test_what_is_no_record_of_an_observer_is_dropped(tmp_path: Path) -> None:
     assert (tmp_path / "rank0.jsonl").read_text() == "" and records.steps == 0 and records.dropped == 5
 
 
-def test_a_script_whose_records_are_full_still_makes_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_whose_records_are_full_still_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without a stored record count, and the controller sees that they are made."""
     monkeypatch.setattr(module, "MADE_S", 0.0)
     records = Records(tmp_path / "rank0.jsonl", limit_bytes=2000)
