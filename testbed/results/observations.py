@@ -87,7 +87,7 @@ class Gradients:
     unclipped: list[list[Number]] = field(default_factory=list)  # before clipping; empty: not clipped
     # keys: optimizer, site, sharded, norms (of `given`), local_norms, pass_bytes (of collectives in each backward
     # pass), pass_sites, bytes (of all parameters), between (operation, site, phase, content, count, bytes), unused,
-    # loss_scale, wrapped (site of DDP)
+    # loss_scale, loss_is_sum, wrapped (site of DDP)
     detail: dict[str, Any] = field(default_factory=dict)
 
 
