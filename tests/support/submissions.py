@@ -30,6 +30,7 @@ def evidence(
     given: list[list[float]] | None = None,  # gradients as the optimizers get them, by rank
     given_last: list[list[float]] | None = None,  # the same at the last update that is sampled
     operations: tuple[str, ...] = ("all_reduce",),
+    calling: tuple[int, ...] | None = None,  # steps that call the operations; None: all
     wrappers: tuple[str, ...] = (),
     steps: int = STEPS,
     loss: float = 2.5,
@@ -45,7 +46,8 @@ def evidence(
         rows: list[Record] = [Setup(rank=rank, world=WORLD, wrappers={each: {} for each in wrappers})]
         rows.append(Parameters(step=0, moment="start", hash=hashes[rank]))
         for step in range(steps):
-            rows.append(_step(step, seconds, loss, images // WORLD, 1_000_000 + sent * (step + 1)))
+            called = operations if calling is None or step in calling else ()
+            rows.append(_step(step, seconds, loss, images // WORLD, 1_000_000 + sent * (step + 1), called))
             rows.append(Batch(step=step, hash=f"{batches[rank]}{step}", images=images // WORLD))
             rows.append(Parameters(step=step, moment="step", hash=hashes[rank]))
         for update in SAMPLED:
@@ -62,6 +64,8 @@ def evidence(
     return PartEvidence(part=part(name=name, rate=rate), outside=outside, records=records)
 
 
-def _step(step: int, seconds: float, loss: float, images: int, sent: int) -> Step:
+def _step(step: int, seconds: float, loss: float, images: int, sent: int, operations: tuple[str, ...]) -> Step:
     times = {"data": 0.0, "forward": 0.0, "backward": 0.0, "sync": 0.0, "update": 0.0}
-    return Step(step=step, epoch=0, at=0.0, total=seconds, loss=loss, images=images, sent=sent, received=sent, **times)
+    comm = [(f"{each} a.py:9", 0.0, seconds, GRADIENT_BYTES) for each in operations]
+    counts = {"loss": loss, "images": images, "sent": sent, "received": sent}
+    return Step(step=step, epoch=0, at=0.0, total=seconds, comm=comm, **counts, **times)

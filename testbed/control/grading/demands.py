@@ -133,10 +133,17 @@ def _collectives(case: Case) -> Finding:
             if name in called:
                 sites = sorted({row.site for row in rows if row.operation == name and row.site})
                 return Finding(NOT_MET, f"rank {rank} uses {name}" + (f" ({', '.join(sites[:3])})" if sites else ""))
+        in_steps = [own.operations(step) for step in own.steps(rank)]
         for name in demand.required:
-            count = sum(row.count for row in rows if row.operation == name)
-            if name not in wrappers and count < (own.part.steps or 1):
-                return Finding(NOT_MET, f"rank {rank} calls {name} {count} times in {own.part.steps} steps")
+            if name in wrappers:
+                continue
+            if name not in called:
+                return Finding(NOT_MET, f"rank {rank} never calls {name}")
+            # what is called after an update belongs to the next step, so the first step may have none
+            missing = [number for number, operations in enumerate(in_steps) if number and name not in operations]
+            if missing:
+                steps = f"{len(missing)} of {len(in_steps)} steps, first in step {missing[0] + 1}"
+                return Finding(NOT_MET, f"rank {rank} does not call {name} in {steps}")
     counted = sorted({(row.operation, row.count) for row in own.calls(0)})
     return Finding(MET, ", ".join(f"{count} x {name}" for name, count in counted) or "none is called")
 

@@ -39,7 +39,9 @@ CASES: list[tuple[str, dict[str, Any], PartEvidence, str, str]] = [
     ("collectives", ALL_REDUCE, evidence(), MET, "10 x all_reduce"),
     ("collectives", ALL_REDUCE, evidence(operations=("all_reduce", "gather")), NOT_PROVEN, "counted"),
     ("collectives", ALL_REDUCE, evidence(wrappers=("DistributedDataParallel",)), NOT_MET, "uses DistributedDataPar"),
-    ("collectives", {"required": ["scatter"]}, evidence(), NOT_MET, "calls scatter 0 times in 10 steps"),
+    ("collectives", {"required": ["scatter"]}, evidence(), NOT_MET, "rank 0 never calls scatter"),
+    ("collectives", ALL_REDUCE, evidence(calling=(0, 1, 2)), NOT_MET, "all_reduce in 7 of 10 steps, first in step 4"),
+    ("collectives", ALL_REDUCE, evidence(calling=tuple(range(1, 10))), MET, "10 x all_reduce"),  # after the update
     ("collectives", {"forbidden": ["all_reduce"]}, evidence(), NOT_MET, "uses all_reduce (a.py:9)"),
     ("gradients", {}, evidence(), MET, "factor 1.000000"),
     ("gradients", {}, evidence(given=SUM), NOT_MET, "the sum over all ranks"),
