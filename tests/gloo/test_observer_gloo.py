@@ -239,7 +239,7 @@ CALLED = [
     "evaluation",
     "wrappers",
 ]
-FAULTS = [*CALLED, *(f"install {seam}" for seam in SEAMS)]
+FAULTS = [*CALLED, *(f"install {seam}" for seam in (*SEAMS, "rewrite", "vision", "where"))]
 FAULTS += [f"{part}.{event}" for part in ("Steps", "Sampling") for event in EVENTS]
 
 
@@ -261,6 +261,31 @@ def test_an_observer_that_fails_changes_nothing(tmp_path: Path, alone: Rank, fau
     (rank,) = run_ranks(tmp_path, "everything.py", ranks=1, variables={FAULT: fault})
     assert (rank.code, rank.output) == (alone.code, alone.output)
     assert rank.unseen == [fault]
+
+
+@pytest.fixture(scope="module")
+def two_alone(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
+    """Two ranks of the script without the observer."""
+    ranks = run_ranks(tmp_path_factory.mktemp("two"), "everything.py", attached=False)
+    assert [rank.code for rank in ranks] == [7, 7], ranks[0].output
+    return ranks
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("group", "collectives", "waits", "ends", "backward", "optimizers", "wrappers", "fork"),
+        *("Steps.update_ended", "Sampling.backward_began", "install collectives"),
+    ],
+)
+def test_an_observer_that_fails_on_one_rank_changes_nothing_on_any(
+    tmp_path: Path, two_alone: list[Rank], fault: str
+) -> None:
+    """No rank may wait for what the observer of another one no longer does."""
+    ranks = run_ranks(tmp_path, "everything.py", of_rank={1: {FAULT: fault}})
+    assert [(rank.code, printed(rank)) for rank in ranks] == [(rank.code, printed(rank)) for rank in two_alone]
+    assert [rank.unseen for rank in ranks] == [[], [fault]]
+    assert len(ranks[0].of(Step)) == 2
 
 
 def test_a_launcher_that_is_gone_changes_nothing(tmp_path: Path, alone: Rank) -> None:
