@@ -231,13 +231,11 @@ def _bytes(case: Case) -> Finding:
 
 def _speed(case: Case) -> Finding:
     other = case.parts.get(case.demand.part)
-    if (
-        other is None
-        or other.failure
-        or contradictions(other)
-        or min(len(other.seconds()), len(case.own.seconds())) < 3
-    ):
+    if other is None or other.failure or min(len(other.seconds()), len(case.own.seconds())) < 3:
         return Finding(NOT_PROVEN, f"part {case.demand.part} has no times to compare with")
+    doubts = [*other.outside.incidents(), other.uncounted, *contradictions(other), other.unreadable]
+    if doubts := list(filter(None, doubts)):
+        return Finding(NOT_PROVEN, f"the times of part {case.demand.part} prove nothing: {doubts[0]}")
     race = Race({"own": case.own.seconds(), "other": other.seconds()})
     mine, theirs = race.interval("own"), race.interval("other")
     shown = f"{_span(mine)} here, {_span(theirs)} in part {case.demand.part}"

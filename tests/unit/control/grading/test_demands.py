@@ -10,7 +10,7 @@ import pytest
 from testbed.control.grading.demands import JUDGES, MET, NOT_MET, NOT_PROVEN, Verdict, judge
 from testbed.control.grading.evidence import Node, Outside, PartEvidence
 from testbed.results.observations import Batch
-from testbed.spec.grading import DEMANDS, OUTSIDE, Assignment
+from testbed.spec.grading import DEMANDS, OUTSIDE, RECORDS, Assignment
 from tests.support.submissions import GRADIENT_BYTES, LOCAL, MEAN, STEPS, WORLD, evidence
 
 SUM = [[WORLD * value for value in MEAN]] * WORLD
@@ -95,6 +95,21 @@ def test_an_order_of_speed_counts_only_where_intervals_do_not_overlap() -> None:
     given = verdict(evidence(), evidence(name="2a", seconds=0.1005), **SPEED)
     assert given.verdict == MET and "the intervals overlap" in given.reason
     assert verdict(evidence(), replace(slow, failure="it failed"), **SPEED).verdict == NOT_PROVEN
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"unreadable": "the run is invalid: a link is off"}, "a link is off"),
+        ({"trusted": False, "outside": UNCOUNTED}, "counters of node 0"),
+        ({"outside": Outside(seconds=9.0, nodes=[Node(code=0, sent=1, received=1, refused=4)])}, "limit of processes"),
+        ({"outside": Outside(seconds=1.0)}, "the whole run took 1.0 s"),
+    ],
+)
+def test_times_of_a_part_that_proves_nothing_are_not_compared(change: dict[str, Any], reason: str) -> None:
+    given = verdict(evidence(), replace(evidence(name="2a", seconds=0.4), **change), **SPEED)
+    assert given.verdict == NOT_PROVEN and "the times of part 2a prove nothing" in given.reason
+    assert reason in given.reason and given.evidence == RECORDS
 
 
 def test_a_part_that_was_slower_beside_other_work_is_for_a_person_to_look_at() -> None:
