@@ -285,6 +285,7 @@ class Sampling(Part):
         self.examined: dict[str, int] = {}
         self.in_backward = False
         self.wrapped_at = ""  # the line that makes the first wrapper
+        self.untracked = False  # an optimizer that is not tracked has updated
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -349,6 +350,10 @@ class Sampling(Part):
         each = self._of(optimizer)
         if each is None:
             self.optimizer_made(optimizer)
+            if self._of(optimizer) is None and not self.untracked:
+                self.untracked = True
+                what = f"gradients and parameters of more than {MAX_OPTIMIZERS} optimizers are not sampled"
+                self.send({"kind": "unseen", "seam": "Sampling", "error": what})
         elif each.sampled and each.pass_bytes:
             self._write_gradients(each)
 

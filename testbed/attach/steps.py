@@ -139,6 +139,8 @@ class Steps(Part):
         self.phases = Phases(self.timeline)
         self.number = 0
         self.started = False
+        self.sizes: dict[int, tuple[int, int]] = {}  # by id of a parameter that the first step trains: numbers, bytes
+        self.optimizers: list[str] = []  # types of those of the first step
         self.order: list[int] = []  # ids of the optimizers of the last complete round; the last one ends a step
         self.round: list[int] = []  # ids of the optimizers that have updated in this round
         self.made = 0  # number of optimizers
@@ -269,11 +271,11 @@ class Steps(Part):
     def update_began(self, optimizer: Any) -> None:
         self.phases.update_began()
         key = id(optimizer)
-        if not self.started:
-            self._start(optimizer)
         if key in self.round:  # the optimizers of the round have changed, so the last one of `order` has not ended it
             self.order, self.round = self.round, []
             self._send_held()
+        if not self.started:
+            self._measure(optimizer)
         self.round.append(key)
 
     def update_ended(self, optimizer: Any) -> None:
@@ -383,18 +385,25 @@ class Steps(Part):
             ours["compute"] = ours.pop("computed") - begun
             self.logged.append({"step": step, "observer": ours, "ddp": theirs, "iteration": data.get("iteration")})
 
-    def _start(self, optimizer: Any) -> None:
+    def _measure(self, optimizer: Any) -> None:
+        """Note the sizes of the parameters that an optimizer trains."""
+        if type(optimizer).__name__ not in self.optimizers:
+            self.optimizers.append(type(optimizer).__name__)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self.sizes |= {id(p): (p.numel(), p.numel() * p.element_size()) for p in trained}
+
+    def _start(self) -> None:
+        """Send start and setup. Sizes are those of all optimizers that have updated in the first step."""
         self.started = True
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         start = {
             "kind": "start",
             "rank": rank,
             "world": world,
             "unix": time.time(),
-            "parameters": sum(p.numel() for p in trained),
-            "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
-            "tensors": len(trained),
+            "parameters": sum(numbers for numbers, _ in self.sizes.values()),
+            "gradient_bytes": sum(size for _, size in self.sizes.values()),
+            "tensors": len(self.sizes),
             "deadline": self.deadline,
             "counter": self.counter.name,
             "environment": {
@@ -412,7 +421,11 @@ class Steps(Part):
         self.send(start)
         backend = dist.get_backend() if dist.is_initialized() else ""
         setup = {"kind": "setup", "rank": rank, "world": world, "backend": backend, "wrappers": self.wrappers}
-        setup |= {"optimizers": [type(optimizer).__name__], "threads": torch.get_num_threads(), "changed": self.changed}
+        setup |= {
+            "optimizers": list(dict.fromkeys(self.optimizers)),
+            "threads": torch.get_num_threads(),
+            "changed": self.changed,
+        }
         self.send(setup)
 
     def _take(self) -> dict[str, Any]:
@@ -433,6 +446,8 @@ class Steps(Part):
 
     def _send_step(self, parts: list[dict[str, Any]]) -> None:
         """Send the record of a step. Raise SystemExit after the last requested step, when all ranks have made it."""
+        if not self.started:
+            self._start()
         fields = _joined(parts) if len(parts) > 1 else parts[0]
         losses = fields.pop("losses")
         self.send(fields | {"step": self.number, "loss": sum(losses) / len(losses) if losses else 0.0})

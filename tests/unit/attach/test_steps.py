@@ -175,6 +175,18 @@ def test_two_optimizers_that_take_turns_make_one_step_of_a_round(script: Script)
     assert first.blocked + first.hidden == pytest.approx(first.busy, abs=1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_sizes_are_those_of_all_optimizers_of_a_step(script: Script, count: int) -> None:
+    optimizers = [script.optimizer(), script.optimizer()]
+    shared = torch.optim.Adam(optimizers[0].param_groups[0]["params"])
+    for each in (*optimizers, shared):
+        script.steps.optimizer_made(each)
+    rounds(script, count, [*optimizers, shared])
+    (start,), (setup,) = script.recorded(Start), script.recorded(Setup)
+    assert (start.parameters, start.gradient_bytes, start.tensors) == (6, 24, 2)
+    assert setup.optimizers == ["SGD", "Adam"]
+
+
 @pytest.mark.parametrize("used", [1, 2])
 def test_a_single_round_is_one_step(script: Script, used: int) -> None:
     optimizers = [script.optimizer(), script.optimizer()]
