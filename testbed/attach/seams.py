@@ -585,7 +585,7 @@ def watch_evaluation(hub: Hub, position: Position) -> None:
 
 
 def watch_wrappers(hub: Hub, position: Position) -> None:
-    """Report each DistributedDataParallel with its non-default options and its hook, and each fully_shard."""
+    """Report each DistributedDataParallel with its non-default options and its hook."""
     kind = torch.nn.parallel.DistributedDataParallel
     original, register_hook = kind.__init__, kind.register_comm_hook
     signature = inspect.signature(original)
