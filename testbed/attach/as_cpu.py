@@ -25,7 +25,7 @@ from torch.utils import _device
 from testbed.attach.events import is_library, note_once
 
 CHANGED = "--as-cpu: CUDA devices, autocast and GradScaler became those of the CPU"
-GLOO = "--as-cpu: NCCL became Gloo, which has no ReduceOp.AVG: an all_reduce with it became a sum and a division"
+GLOO = "--as-cpu: NCCL became Gloo"
 BATCHNORM = "--as-cpu: SyncBatchNorm has no code for the CPU: it took the statistics of each rank's own batch"
 FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange"),
@@ -207,23 +207,14 @@ def _replace_groups(changed: list[str]) -> None:
         setattr(dist, name, replaced)
         setattr(distributed_c10d, name, replaced)
     dist.is_nccl_available = lambda: True
-    barrier, all_reduce = distributed_c10d.barrier, distributed_c10d.all_reduce
+    barrier = distributed_c10d.barrier
 
     @functools.wraps(barrier)
     def without_devices(*arguments: Any, **named: Any) -> Any:
         named.pop("device_ids", None)
         return barrier(*arguments, **named)
 
-    @functools.wraps(all_reduce)
-    def averaging(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if op != dist.ReduceOp.AVG or async_op:
-            return all_reduce(tensor, op, group, async_op)
-        result = all_reduce(tensor, dist.ReduceOp.SUM, group)
-        tensor /= dist.get_world_size(group)
-        return result
-
     dist.barrier = distributed_c10d.barrier = without_devices
-    dist.all_reduce = distributed_c10d.all_reduce = averaging
 
 
 def _with_gloo(original: Callable[..., Any], changed: list[str]) -> Callable[..., Any]:

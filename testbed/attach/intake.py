@@ -22,12 +22,13 @@ from pydantic import ValidationError
 
 from testbed.attach.channel import QUESTION, READY_TO_ANSWER
 from testbed.results.folder import MAX_RECORDS_BYTES, process_records
-from testbed.results.observations import Files, Unseen, Where
+from testbed.results.observations import Files, Made, Unseen, Where
 from testbed.results.records import MAX_LINE_BYTES, End, Error, decode, encode
 from testbed.spec.errors import one_line
 
 KINDS = {"start", "step", "setup", "calls", "gradients", "parameters", "batch", "pass", "unseen", "hash", "swap"}
-RESERVED_BYTES = 1 << 20  # of the size limit, for the launcher's own records
+RESERVED_BYTES = 8 << 20  # of the size limit, for the launcher's own records
+MADE_S = 1.0  # between two `made` records, of which the reserve has room for more than two days
 OTHERS_SHARE = 0.25  # of the size limit, for the processes that are not the rank
 MAX_PROCESSES = 32  # whose records are kept, on one node
 ACCEPT_BACKLOG = 64
@@ -44,6 +45,9 @@ class Records:
     Other processes that send `start` are further ranks, which the script has forked. Each has a file of its own beside
     rankN.jsonl (RunFolder.processes); these files together have one size limit. Lines that a process sends before
     `start` are stored when `start` comes.
+
+    When the limit is reached, an `unseen` record says so, and nothing more of the observer is stored. Steps are still
+    counted, and a short `made` record once a second shows the controller that the script does not hang.
     """
 
     def __init__(self, path: Path, limit_bytes: int = MAX_RECORDS_BYTES - RESERVED_BYTES) -> None:
@@ -52,6 +56,9 @@ class Records:
         self._lock = threading.Lock()
         self._left = limit_bytes
         self._left_of_others = int(OTHERS_SHARE * limit_bytes)
+        self._full = False  # a line of the rank was not stored
+        self._why_full = f"they have reached their limit of {limit_bytes / (1 << 20):g} MiB"
+        self._made_at = 0.0  # monotonic time of the last `made`
         self._rank: int | None = None  # the first connection that sent `start`
         self._started: dict[int, TextIO | None] = {}  # connections that sent `start`, in order, and their files
         self._unstarted: dict[int, list[bytes]] = {}  # lines of connections that have not started
@@ -105,7 +112,12 @@ class Records:
 
     def _store(self, connection: int, kind: str, line: bytes) -> None:
         other = self._rank is not None and connection != self._rank
-        if len(line) > (self._left_of_others if other else self._left):
+        if kind == "step" and not other:
+            self.steps, self.last_step = self.steps + 1, time.monotonic()
+        if other and len(line) > self._left_of_others:
+            return
+        if not other and (self._full or len(line) > self._left):
+            self._skip()
             return
         if other:
             self._left_of_others -= len(line)
@@ -117,15 +129,24 @@ class Records:
             self._write(self._file, line)
         else:
             self._unstarted.setdefault(connection, []).append(line)
-        if kind == "step" and not other:
-            self.steps, self.last_step = self.steps + 1, time.monotonic()
+
+    def _skip(self) -> None:
+        """Do not store a line of the rank, because the limit is reached. A later, shorter line is not stored either."""
+        if not self._full:
+            self._full = True
+            what = f"{self._why_full}, so later steps are not stored"
+            self._write(self._file, encode(Unseen(seam="records", error=what)).encode())
+        if self.steps and time.monotonic() >= self._made_at + MADE_S:
+            self._made_at = time.monotonic()
+            self._write(self._file, encode(Made(steps=self.steps)).encode())
 
     def _write(self, file: TextIO | None, line: bytes) -> None:
         try:
             if file is not None:
                 file.write(line.decode().rstrip() + "\n")
-        except OSError:  # e.g. a full disk: the script goes on, and nothing more is stored
+        except OSError as error:  # e.g. a full disk: the script goes on, and nothing more is stored
             self._left = self._left_of_others = 0
+            self._why_full = f"they could not be written ({error.strerror})"
 
     @property
     def rank(self) -> int | None:

@@ -28,6 +28,8 @@ EXAMINED_SHARE = 0.01  # of the parameters' bytes: smaller collectives are not l
 MAX_IMAGES, MAX_IMAGE_BYTES = 512, 16 << 20  # largest batch whose images are hashed one by one
 MAX_AVERAGES = 6  # hashes of parameters that are taken after a communication of parameters
 FLAT_SHARE = 0.9  # of the parameters' bytes: a collective of this size carries a flat copy of all
+MAX_TERMS = 64  # nodes of the graph of a loss that are looked at
+SUM_REDUCTION = 2  # at::Reduction::Sum
 MIXER = 0x9E3779B97F4A7C15  # the increment of splitmix64
 MASK = (1 << 64) - 1
 
@@ -119,6 +121,21 @@ def loss_scale(loss: Any) -> float:
     return scale
 
 
+def is_sum(loss: Any) -> bool:
+    """Return True if a term of a loss is a sum over a batch, not a mean, as far as the graph of the loss shows it."""
+    value = loss[0] if isinstance(loss, list | tuple) else loss
+    nodes, found = [getattr(value, "grad_fn", None)], 0
+    while nodes and found < MAX_TERMS:
+        node, found = nodes.pop(), found + 1
+        if node is None:
+            continue
+        if node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == SUM_REDUCTION:
+            return True
+        if node.name().startswith(("Add", "Sub", "Neg", "Mul", "Div")):
+            nodes += [each for each, _ in node.next_functions]
+    return False
+
+
 def hook_first(parameter: torch.Tensor, hook: Callable[[Any], None]) -> Any:
     """Call `hook` when a gradient was accumulated, before the script's own hooks. Return its handle."""
     handle = parameter.register_post_accumulate_grad_hook(hook)
@@ -170,6 +187,7 @@ class Tracked:
         self.reduced: list[Values] = []
         self.unclipped: list[Values] = []
         self.loss_scale = 1.0
+        self.loss_is_sum = False
 
     @property
     def sampled(self) -> bool:
@@ -267,6 +285,7 @@ class Sampling(Part):
         self.examined: dict[str, int] = {}
         self.in_backward = False
         self.wrapped_at = ""  # the line that makes the first wrapper
+        self.untracked = False  # an optimizer that is not tracked has updated
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -305,7 +324,7 @@ class Sampling(Part):
             self._hash(each, "step")
         if each.sampled:
             each.add_hooks()
-            each.loss_scale = loss_scale(loss)
+            each.loss_scale, each.loss_is_sum = loss_scale(loss), is_sum(loss)
 
     def backward_ended(self, reduced: list[Collective]) -> None:
         self.in_backward = False
@@ -331,6 +350,10 @@ class Sampling(Part):
         each = self._of(optimizer)
         if each is None:
             self.optimizer_made(optimizer)
+            if self._of(optimizer) is None and not self.untracked:
+                self.untracked = True
+                what = f"gradients and parameters of more than {MAX_OPTIMIZERS} optimizers are not sampled"
+                self.send({"kind": "unseen", "seam": "Sampling", "error": what})
         elif each.sampled and each.pass_bytes:
             self._write_gradients(each)
 
@@ -447,6 +470,7 @@ class Sampling(Part):
                     "between": [[*key, *row] for key, row in each.between.items()],
                     "unused": sum(1 for fired in each.fired if fired < len(each.pass_bytes)),
                     "loss_scale": each.loss_scale,
+                    "loss_is_sum": each.loss_is_sum,
                     "wrapped": self.wrapped_at,
                 },
             }

@@ -107,6 +107,7 @@ class Position:
 
     def __init__(self) -> None:
         self.phase = "other"  # the phase that the last event began
+        self.backwards = 0  # backward passes that have not ended: a reentrant checkpoint calls one inside another
         self.dispatched = False  # our kernels are in c10d's dispatcher
         self.has_loader = False  # the script has fetched a training batch from a DataLoader
         self.has_ddp = False
@@ -136,7 +137,7 @@ class Position:
 
     def forget(self) -> None:
         """Forget all collectives, because a forked process has none in flight."""
-        self.phase, self.reduced, self.pending, self._groups = "other", [], {}, {}
+        self.phase, self.backwards, self.reduced, self.pending, self._groups = "other", 0, [], {}, {}
         self.called_back = set()
         self._local = threading.local()
 
@@ -455,14 +456,19 @@ def watch_group(hub: Hub, position: Position) -> None:
 
 
 def watch_backward(hub: Hub, position: Position) -> None:
-    """Report the begin and end of each backward pass, and its loss."""
+    """Report the begin and end of each backward pass, and its loss. A pass inside another one is a part of it."""
     original = torch.autograd.backward
 
     def begin(tensors: Any) -> None:
-        position.phase, position.reduced = "backward", []
-        hub.emit("backward_began", tensors)
+        position.backwards += 1
+        if position.backwards == 1:
+            position.phase, position.reduced = "backward", []
+            hub.emit("backward_began", tensors)
 
     def end(completed: bool) -> None:
+        position.backwards = max(0, position.backwards - 1)  # a process that was forked in a pass began at 0
+        if position.backwards:
+            return
         reduced, position.reduced = position.reduced, []
         position.phase = "sync"
         if completed:
@@ -579,7 +585,7 @@ def watch_evaluation(hub: Hub, position: Position) -> None:
 
 
 def watch_wrappers(hub: Hub, position: Position) -> None:
-    """Report each DistributedDataParallel with its non-default options and its hook, and each fully_shard."""
+    """Report each DistributedDataParallel with its non-default options and its hook."""
     kind = torch.nn.parallel.DistributedDataParallel
     original, register_hook = kind.__init__, kind.register_comm_hook
     signature = inspect.signature(original)

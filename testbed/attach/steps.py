@@ -1,8 +1,9 @@
 """Record the steps of a script and the time of their phases.
 
-A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. If a
-script has several optimizers, the end of the first step is known only when the first optimizer updates again, and the
-record is sent then. An evaluation between two steps belongs to neither.
+A step ends when the last optimizer of a round has updated: two optimizers that take turns (a GAN) make one step. A
+round is known when one of its optimizers updates again. So if a script has several optimizers, the record of the first
+step is sent then, and also that of the first step of an optimizer that replaces others. An evaluation between two steps
+belongs to neither.
 
 The phases of a step (`Phases`) are data, forward, backward, sync, update. No event marks the begin of a forward pass or
 of synchronisation, so the next event decides to which phase such an interval belongs. Phases do not overlap, except
@@ -138,10 +139,12 @@ class Steps(Part):
         self.phases = Phases(self.timeline)
         self.number = 0
         self.started = False
-        self.order: list[int] = []  # ids of the optimizers of one round, in the order of their first update
-        self.last: int | None = None  # id of the optimizer that ends a step; None: not known yet
+        self.sizes: dict[int, tuple[int, int]] = {}  # by id of a parameter that the first step trains: numbers, bytes
+        self.optimizers: list[str] = []  # types of those of the first step
+        self.order: list[int] = []  # ids of the optimizers of the last complete round; the last one ends a step
+        self.round: list[int] = []  # ids of the optimizers that have updated in this round
         self.made = 0  # number of optimizers
-        self.held: list[dict[str, Any]] = []  # the parts of the first step, until its end is known
+        self.held: list[dict[str, Any]] = []  # the parts of a step whose end is not known yet
         self.wrappers: dict[str, dict[str, Any]] = {}
         self.ddp: Any = None  # the first DistributedDataParallel
         self.logged: list[dict[str, Any]] = []  # times from DDP's logging data beside the observer's
@@ -268,23 +271,25 @@ class Steps(Part):
     def update_began(self, optimizer: Any) -> None:
         self.phases.update_began()
         key = id(optimizer)
-        if not self.started:
-            self._start(optimizer)
-        if self.last is None and self.order and key == self.order[0]:  # the next round begins
-            self.last = self.order[-1]
+        if key in self.round:  # the optimizers of the round have changed, so the last one of `order` has not ended it
+            self.order, self.round = self.round, []
             self._send_held()
-        elif key not in self.order:
-            self.order.append(key)
+        if not self.started:
+            self._measure(optimizer)
+        self.round.append(key)
 
     def update_ended(self, optimizer: Any) -> None:
         self.phases.update_ended()
-        if self.last is None or id(optimizer) == self.last:
-            fields = self._take()
-            if self.last is None and self.made > 1 and self.limit != 1:
-                self.held.append(fields)
-            else:
-                self._send_step([fields])
-            self.phases.start()
+        key = id(optimizer)
+        ends = key in self.order[-1:]
+        if not ends and key in self.order:
+            return
+        self.held.append(self._take())
+        if ends:
+            self.round = []
+        if ends or (self.made <= 1 and not self.order) or self.number + 1 == self.limit:
+            self._send_held()
+        self.phases.start()
 
     def collective_began(self, collective: Collective) -> None:
         name, row = self._row(collective)
@@ -380,18 +385,25 @@ class Steps(Part):
             ours["compute"] = ours.pop("computed") - begun
             self.logged.append({"step": step, "observer": ours, "ddp": theirs, "iteration": data.get("iteration")})
 
-    def _start(self, optimizer: Any) -> None:
+    def _measure(self, optimizer: Any) -> None:
+        """Note the sizes of the parameters that an optimizer trains."""
+        if type(optimizer).__name__ not in self.optimizers:
+            self.optimizers.append(type(optimizer).__name__)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self.sizes |= {id(p): (p.numel(), p.numel() * p.element_size()) for p in trained}
+
+    def _start(self) -> None:
+        """Send start and setup. Sizes are those of all optimizers that have updated in the first step."""
         self.started = True
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         start = {
             "kind": "start",
             "rank": rank,
             "world": world,
             "unix": time.time(),
-            "parameters": sum(p.numel() for p in trained),
-            "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
-            "tensors": len(trained),
+            "parameters": sum(numbers for numbers, _ in self.sizes.values()),
+            "gradient_bytes": sum(size for _, size in self.sizes.values()),
+            "tensors": len(self.sizes),
             "deadline": self.deadline,
             "counter": self.counter.name,
             "environment": {
@@ -409,7 +421,11 @@ class Steps(Part):
         self.send(start)
         backend = dist.get_backend() if dist.is_initialized() else ""
         setup = {"kind": "setup", "rank": rank, "world": world, "backend": backend, "wrappers": self.wrappers}
-        setup |= {"optimizers": [type(optimizer).__name__], "threads": torch.get_num_threads(), "changed": self.changed}
+        setup |= {
+            "optimizers": list(dict.fromkeys(self.optimizers)),
+            "threads": torch.get_num_threads(),
+            "changed": self.changed,
+        }
         self.send(setup)
 
     def _take(self) -> dict[str, Any]:
@@ -430,6 +446,8 @@ class Steps(Part):
 
     def _send_step(self, parts: list[dict[str, Any]]) -> None:
         """Send the record of a step. Raise SystemExit after the last requested step, when all ranks have made it."""
+        if not self.started:
+            self._start()
         fields = _joined(parts) if len(parts) > 1 else parts[0]
         losses = fields.pop("losses")
         self.send(fields | {"step": self.number, "loss": sum(losses) / len(losses) if losses else 0.0})

@@ -9,6 +9,7 @@ given gradients those that the optimizer gets.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +38,7 @@ from testbed.spec.run import RunSpec
 from testbed.spec.units import approximate_size, covered_length, format_rate
 
 MIN_SAMPLES = 2  # samples that must agree for a finding, because a single one may be a coincidence
+MIN_CONSTANT = 3  # samples that must have one factor: of two, clipping by hand might have left nearly the same
 MIN_STEPS = 4  # fewest steps for a finding with a time
 CARRIED = 0.4  # share of the gradients' bytes from which on a collective carries gradients; a codec may halve the bytes
 TINY_BYTES = 64 << 10  # a collective up to this size takes as long as an empty one on most networks
@@ -139,14 +141,22 @@ class Observed:
         return gradient_fits(self.records)
 
     def decided(self) -> list[tuple[int, str, list[Fit]]]:
-        """Return for each optimizer its number, the kind of its conclusive samples (or "mixed"), and the samples."""
+        """Return for each optimizer its number, the kind of its conclusive samples, and the samples of this kind.
+
+        Of samples of several kinds those that are a sum or divided twice decide, if there are MIN_SAMPLES of them. Else
+        the kind is "mixed": a script may synchronise at times only, weigh uneven batches, or clip by varying factors.
+        """
         found: list[tuple[int, str, list[Fit]]] = []
         for number in sorted({fit.optimizer for fit in self.fits}):
             own = [fit for fit in self.fits if fit.optimizer == number]
             own = [fit for fit in own if fit.kind not in ("zero", "equal", "unseen")]
-            kinds = {fit.kind for fit in own}
-            if kinds:
-                found.append((number, kinds.pop() if len(kinds) == 1 else "mixed", own))
+            kinds = Counter(fit.kind for fit in own)
+            if not kinds:
+                continue
+            wrong = [kind for kind in ("sum", "divided") if kinds[kind] >= MIN_SAMPLES]
+            decides = wrong[0] if wrong and not kinds["scaled"] else "mixed"
+            kind = next(iter(kinds)) if len(kinds) == 1 else decides
+            found.append((number, kind, [fit for fit in own if kind in ("mixed", fit.kind)]))
         return found
 
     @cached_property
@@ -453,6 +463,34 @@ def divided_twice(run: Observed) -> Finding | None:
         "Leave out one division: DDP divides already, and so does ReduceOp.AVG.",
         "certain that the factor is constant; that it is not wanted is likely",
         f"gradients that are scaled by {1 / world:g} on purpose",
+        _reducer(run) or _site(run, number),
+    )
+
+
+def wrong_factor(run: Observed) -> Finding | None:
+    """Gradients are the mean times a constant, e.g. divided by a number of ranks that is written in the script."""
+    found = _constant_factor(run, "scaled")
+    if found is None:
+        return None
+    number, fits = found
+    factor, world = fits[-1].factor, len(run.ranks)
+    samples = [sample for fit in fits for sample in run.gradients[number, fit.step]]
+    if len(fits) < MIN_CONSTANT or factor <= 0.0 or not all(near(fit.factor, factor) for fit in fits):
+        return None
+    if any(sample.detail.get("loss_is_sum") for sample in samples):  # gradients are divided instead of the loss
+        return None
+    divisor = world / factor
+    instead = f": the sum over {world} ranks is divided by {divisor:.0f}" if near(divisor, round(divisor)) else ""
+    return Finding(
+        "wrong_factor",
+        "error",
+        f"Gradients are {factor:.4g} times the mean over ranks: in effect the learning rate is {factor:.4g} times the "
+        "configured one.",
+        f"at {_updates(fits)} the optimizer got {factor:.6f} times the mean of all ranks' gradients (residual "
+        f"{max(fit.residual for fit in fits):.1e}){instead}",
+        "Divide the sum by dist.get_world_size(), not by a number that is written in the script.",
+        "certain that the factor is constant; that it is not wanted is likely",
+        f"gradients that are scaled by {factor:.4g} on purpose, e.g. to undo a scale of the loss that was not seen",
         _reducer(run) or _site(run, number),
     )
 
@@ -925,6 +963,7 @@ RULES: tuple[Callable[[Observed], Finding | None], ...] = (
     not_synchronised,
     summed,
     divided_twice,
+    wrong_factor,
     different_start,
     replicas_drift,
     same_data,

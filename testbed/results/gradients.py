@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from testbed.results.observations import Gradients
@@ -36,7 +36,7 @@ IN_WORDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Fit:
-    """The fit of one sample, or the worst fit of several samples of one kind."""
+    """The fit of one sample, or the one that stands for several samples."""
 
     factor: float  # of the mean, as defined above; median over ranks
     residual: float  # largest over ranks
@@ -45,7 +45,8 @@ class Fit:
     optimizer: int = 0
     ranks: tuple[float, ...] = ()  # the residual to the mean, by rank
     own: tuple[float, ...] = ()  # the residual to the rank's own local gradients, by rank
-    samples: int = 1
+    samples: int = 1  # of this kind
+    decided: int = 1  # samples of all kinds that show what the optimizer gets
 
     @property
     def is_mean(self) -> bool:
@@ -58,15 +59,18 @@ class Fit:
 
 
 def gradient_fit(records_by_rank: Mapping[int, Sequence[Record]]) -> Fit:
-    """Return what a script's optimizers get: the most frequent kind of samples that show it, and the worst of these."""
-    found = gradient_fits(records_by_rank)
-    decided = [fit for fit in found if fit.kind not in ("zero", "equal", "unseen")] or found
+    """Return what a script's optimizers get: the mean only if each sample that shows it is the mean.
+
+    If all are the mean, this is the worst of them, else the first that is not.
+    """
+    fits = gradient_fits(records_by_rank)
+    decided = [fit for fit in fits if fit.kind not in ("zero", "equal", "unseen")] or fits
     if not decided:
         return Fit(math.nan, math.nan, "unseen", samples=0)
-    kinds = [fit.kind for fit in decided]
-    kind = max(sorted(set(kinds)), key=kinds.count)
-    worst = max((fit for fit in decided if fit.kind == kind), key=lambda fit: (fit.residual, fit.step))
-    return Fit(**(vars(worst) | {"samples": kinds.count(kind)}))
+    wrong = next((fit for fit in decided if not fit.is_mean), None)
+    found = wrong or max(decided, key=lambda fit: (fit.residual, fit.step))
+    same = sum(fit.kind == found.kind for fit in decided)
+    return replace(found, samples=same, decided=len(decided))
 
 
 def gradient_fits(records_by_rank: Mapping[int, Sequence[Record]]) -> list[Fit]:

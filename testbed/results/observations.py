@@ -8,11 +8,12 @@ batch       sampled   hash of a whole batch
 pass        per pass  order in which a sampler gave its indices
 unseen      some      a part of the observer that failed, and its error
 where       some      the present line of a script that makes no step
+made        some      the number of steps so far, while the file is too full for their records
 files       once      the files that the script wrote to its working copy, and why some were not collected
 swap        once      --instead MODE: from this step on the mode synchronises
 
 The observer runs inside the script's own process, so a script can forge these lines. Every line is checked against its
-class when it is read. The launcher writes `files`.
+class when it is read. The launcher writes `files`, `where` and `made`.
 
 `Finding` is what a rule of the testbed says about the script. It is shown in the table, on the report page, in
 summary.json and by --json.
@@ -86,7 +87,7 @@ class Gradients:
     unclipped: list[list[Number]] = field(default_factory=list)  # before clipping; empty: not clipped
     # keys: optimizer, site, sharded, norms (of `given`), local_norms, pass_bytes (of collectives in each backward
     # pass), pass_sites, bytes (of all parameters), between (operation, site, phase, content, count, bytes), unused,
-    # loss_scale, wrapped (site of DDP)
+    # loss_scale, loss_is_sum, wrapped (site of DDP)
     detail: dict[str, Any] = field(default_factory=dict)
 
 
@@ -163,6 +164,14 @@ class Where:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Made:
+    """The number of steps that the script has made. The launcher writes it when records are no longer stored."""
+
+    kind: Literal["made"] = "made"
+    steps: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class Swap:
     """`--instead MODE` replaced the script's synchronisation from `step` on."""
 
@@ -172,7 +181,7 @@ class Swap:
     detail: dict[str, Any] = field(default_factory=dict)  # factor and residual before, passes, collectives replaced
 
 
-Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen | Files | Where | Swap
+Observation = Setup | Calls | Gradients | Parameters | Batch | Pass | Unseen | Files | Where | Made | Swap
 
 
 Severity = Literal["error", "cost", "note"]

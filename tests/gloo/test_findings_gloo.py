@@ -63,6 +63,7 @@ def line_of(text: str) -> str:
         ("no scatter", "not_synchronised", "Only rank 0 gets the mean", "optimizer.step()"),
         ("sum", "summed", "summed over 3 ranks", "dist.gather(parameter.grad, parts)"),
         ("twice", "divided_twice", "divided by 3 twice", "dist.gather(parameter.grad, parts)"),
+        ("factor", "wrong_factor", "1.5 times the mean", "dist.gather(parameter.grad, parts)"),
         ("data", "same_data", "Ranks 0, 1 and 2 train on the same data", "for images, labels in loader:"),
         ("start", "different_start", "start with different parameters", "optimizer.step()"),
         ("drift", "replicas_drift", "Replicas drift apart", "optimizer.step()"),

@@ -12,7 +12,7 @@ from testbed.attach import observer, seams
 from testbed.attach.as_cpu import CHANGED, GLOO
 from testbed.attach.events import FAULT, Part
 from testbed.attach.seams import SEAMS
-from testbed.results.observations import Calls, Setup
+from testbed.results.observations import Calls, Gradients, Setup
 from testbed.results.records import Start, Step
 from tests.scripts.common import GRADIENT_BYTES
 from tests.support.observed import Rank, run_ranks
@@ -126,6 +126,16 @@ def test_styles_of_ddp(tmp_path: Path, style: str) -> None:
         assert all(step.backward > 0 and step.forward > 0 and step.update > 0 for step in steps)
 
 
+def test_backward_passes_inside_the_backward_pass_are_one_pass(tmp_path: Path) -> None:
+    for rank in observed(tmp_path, "ddp_checkpoint.py"):
+        for step, loss in zip(steps_of(rank), losses_of(rank), strict=True):
+            assert step.loss == loss and [name for name, *_ in step.phases].count("backward") == 1
+            assert step.blocked > 0
+        assert {record.passes for record in rank.of(Gradients)} == {1}
+        assert {row.by for row in rank.rows if row.phase == "backward"} == {"DistributedDataParallel"}
+        assert sum(row.bytes for row in rank.rows if row.phase == "backward") == STEPS * GRADIENT_BYTES
+
+
 @pytest.mark.parametrize(("style", "site", "share"), [("hook", "ddp_styles.py:19", 1), ("fp16", "ddp_styles.py:52", 2)])
 def test_a_communication_hook_of_ddp(tmp_path: Path, style: str, site: str, share: int) -> None:
     for rank in observed(tmp_path, "ddp_styles.py", STYLE=style):
@@ -229,7 +239,7 @@ CALLED = [
     "evaluation",
     "wrappers",
 ]
-FAULTS = [*CALLED, *(f"install {seam}" for seam in SEAMS)]
+FAULTS = [*CALLED, *(f"install {seam}" for seam in (*SEAMS, "rewrite", "vision", "where"))]
 FAULTS += [f"{part}.{event}" for part in ("Steps", "Sampling") for event in EVENTS]
 
 
@@ -251,6 +261,31 @@ def test_an_observer_that_fails_changes_nothing(tmp_path: Path, alone: Rank, fau
     (rank,) = run_ranks(tmp_path, "everything.py", ranks=1, variables={FAULT: fault})
     assert (rank.code, rank.output) == (alone.code, alone.output)
     assert rank.unseen == [fault]
+
+
+@pytest.fixture(scope="module")
+def two_alone(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
+    """Two ranks of the script without the observer."""
+    ranks = run_ranks(tmp_path_factory.mktemp("two"), "everything.py", attached=False)
+    assert [rank.code for rank in ranks] == [7, 7], ranks[0].output
+    return ranks
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("group", "collectives", "waits", "ends", "backward", "optimizers", "wrappers", "fork"),
+        *("Steps.update_ended", "Sampling.backward_began", "install collectives"),
+    ],
+)
+def test_an_observer_that_fails_on_one_rank_changes_nothing_on_any(
+    tmp_path: Path, two_alone: list[Rank], fault: str
+) -> None:
+    """No rank may wait for what the observer of another one no longer does."""
+    ranks = run_ranks(tmp_path, "everything.py", of_rank={1: {FAULT: fault}})
+    assert [(rank.code, printed(rank)) for rank in ranks] == [(rank.code, printed(rank)) for rank in two_alone]
+    assert [rank.unseen for rank in ranks] == [[], [fault]]
+    assert len(ranks[0].of(Step)) == 2
 
 
 def test_a_launcher_that_is_gone_changes_nothing(tmp_path: Path, alone: Rank) -> None:

@@ -31,6 +31,14 @@ for images, labels in DataLoader(data, batch_size=2, pin_memory=True):
     metric = torch.zeros(1, device="cuda") + loss.detach()
     dist.all_reduce(metric, op=dist.ReduceOp.AVG, group=mesh.get_group())
     losses.append(metric.item())
+world, average = dist.get_world_size(), torch.full((2,), float(rank), device="cuda")
+dist.all_reduce(average, op=dist.ReduceOp.AVG, async_op=True).wait()
+part = torch.empty(1, device="cuda")
+dist.reduce_scatter(part, [torch.full((1,), float(rank), device="cuda")] * world, op=dist.ReduceOp.AVG)
+total = torch.full((1,), float(rank), device="cuda")
+dist.reduce(total, 0, op=dist.ReduceOp.AVG)
+assert average.tolist() == [(world - 1) / 2] * 2 and part.item() == (world - 1) / 2
+assert rank > 0 or total.item() == (world - 1) / 2
 ended.record()
 torch.cuda.synchronize()
 assert begun.elapsed_time(ended) > 0 and torch.cuda.max_memory_allocated() == 0

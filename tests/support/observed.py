@@ -68,6 +68,7 @@ def run_ranks(
     attached: bool = True,
     listening: bool = True,
     variables: Mapping[str, str] | None = None,
+    of_rank: Mapping[int, Mapping[str, str]] | None = None,
     request: Mapping[str, Any] | None = None,
     records: str = "",
     started: bool = False,
@@ -75,6 +76,7 @@ def run_ranks(
 ) -> list[Rank]:
     """Run the ranks of a script to their end. `records`: where the lines go instead of files in the folder.
 
+    `variables`: of all ranks; `of_rank`: further ones of single ranks.
     `started`: each rank is a Python that is started as the launcher does it, not one that is forked; `cores`: that of
     each started rank.
     """
@@ -97,7 +99,7 @@ def run_ranks(
             if listening:
                 written = Records(paths[-1])
                 intakes.append((Intake(path, written, os.geteuid()), written))
-        log, environment = place / f"{rank}.log", own | dict(variables or {})
+        log, environment = place / f"{rank}.log", own | dict(variables or {}) | dict((of_rank or {}).get(rank, {}))
         argv = [str(SCRIPTS / script)]
         with affinity.limited_to(cores[rank : rank + 1] or None):
             processes.append(_start(argv, environment, log) if started else fork(argv, environment, SCRIPTS, log))

@@ -11,6 +11,7 @@ from testbed.spec.grading import Part
 
 STEPS, WORLD, IMAGES = 10, 3, 48
 GRADIENT_BYTES = 400_000
+SAMPLED = (0, 1, 3, 7)  # updates
 LOCAL = [[1.0, 2.0, -1.0], [3.0, 0.0, 1.0], [2.0, 4.0, 0.5]]  # gradients by rank
 MEAN = [sum(values) / WORLD for values in zip(*LOCAL, strict=True)]
 
@@ -27,7 +28,9 @@ def evidence(
     gradient_bytes: int = GRADIENT_BYTES,
     rate: int | None = None,
     given: list[list[float]] | None = None,  # gradients as the optimizers get them, by rank
+    given_last: list[list[float]] | None = None,  # the same at the last update that is sampled
     operations: tuple[str, ...] = ("all_reduce",),
+    calling: tuple[int, ...] | None = None,  # steps that call the operations; None: all
     wrappers: tuple[str, ...] = (),
     steps: int = STEPS,
     loss: float = 2.5,
@@ -43,11 +46,13 @@ def evidence(
         rows: list[Record] = [Setup(rank=rank, world=WORLD, wrappers={each: {} for each in wrappers})]
         rows.append(Parameters(step=0, moment="start", hash=hashes[rank]))
         for step in range(steps):
-            rows.append(_step(step, seconds, loss, images // WORLD, 1_000_000 + sent * (step + 1)))
+            called = operations if calling is None or step in calling else ()
+            rows.append(_step(step, seconds, loss, images // WORLD, 1_000_000 + sent * (step + 1), called))
             rows.append(Batch(step=step, hash=f"{batches[rank]}{step}", images=images // WORLD))
             rows.append(Parameters(step=step, moment="step", hash=hashes[rank]))
-        own = (given or [MEAN] * WORLD)[rank]
-        rows.append(Gradients(step=0, passes=1, names=["w"], local=[LOCAL[rank]], given=[own]))
+        for update in SAMPLED:
+            own = ((update == SAMPLED[-1] and given_last) or given or [MEAN] * WORLD)[rank]
+            rows.append(Gradients(step=update, passes=1, names=["w"], local=[LOCAL[rank]], given=[own]))
         calls = [
             Call(operation=each, site="a.py:9", phase="sync", count=steps, bytes=steps * gradient_bytes)
             for each in operations
@@ -59,6 +64,8 @@ def evidence(
     return PartEvidence(part=part(name=name, rate=rate), outside=outside, records=records)
 
 
-def _step(step: int, seconds: float, loss: float, images: int, sent: int) -> Step:
+def _step(step: int, seconds: float, loss: float, images: int, sent: int, operations: tuple[str, ...]) -> Step:
     times = {"data": 0.0, "forward": 0.0, "backward": 0.0, "sync": 0.0, "update": 0.0}
-    return Step(step=step, epoch=0, at=0.0, total=seconds, loss=loss, images=images, sent=sent, received=sent, **times)
+    comm = [(f"{each} a.py:9", 0.0, seconds, GRADIENT_BYTES) for each in operations]
+    counts = {"loss": loss, "images": images, "sent": sent, "received": sent}
+    return Step(step=step, epoch=0, at=0.0, total=seconds, comm=comm, **counts, **times)

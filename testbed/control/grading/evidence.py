@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from testbed.results.observations import Call, Calls, Setup
 from testbed.results.records import Record, Step
+from testbed.results.timeline import CONTINUED, Observed
 from testbed.spec.grading import Part
 
 SLACK_BYTES = 1 << 20  # for traffic that no record has: rendezvous, connections, object collectives
@@ -88,6 +89,10 @@ class PartEvidence:
         """Return all collectives of a rank. A record replaces an earlier record that began at the same step."""
         latest = {record.first: record for record in self.records[rank] if isinstance(record, Calls)}
         return [row for record in latest.values() for row in record.rows]
+
+    def operations(self, step: Step) -> set[str]:
+        """Return the operations of a step's collectives, e.g. all_reduce."""
+        return {Observed.parse(name.removesuffix(CONTINUED)).operation for name, *_ in step.comm}
 
     def wrappers(self, rank: int) -> set[str]:
         return {name for record in self.records[rank] if isinstance(record, Setup) for name in record.wrappers}

@@ -40,6 +40,7 @@ CHUNK_BYTES = 64 << 20  # more than the longest record, and than a rank writes b
 USED: dict[str, dict[str, type | UnionType]] = {
     "start": {"deadline": int | float},
     "step": {"step": int},
+    "made": {"steps": int},
     "error": {"message": str, "failed_rank": int | None, "at": int | float | None},
     "where": {},
 }
@@ -137,6 +138,8 @@ class RankState:
             elif kind == "step":
                 self.last_step, self.where = record["step"], None
                 progress.step(rank, record)
+            elif kind == "made":
+                self.last_step, self.where = record["steps"] - 1, None
             elif kind == "error":
                 self.error = record
             elif kind == "where":

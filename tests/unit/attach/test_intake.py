@@ -13,6 +13,9 @@ import pytest
 
 from testbed.attach import intake as module
 from testbed.attach.intake import MAX_PROCESSES, READY, Intake, Records
+from testbed.control.runs.progress import Silent
+from testbed.control.runs.supervisor import RankState, Tail
+from testbed.control.substrates.fake import FakeProcess
 from testbed.results.folder import RunFolder
 from testbed.results.records import Error
 from tests.support.observer_lines import START, STEP
@@ -102,13 +105,32 @@ def test_forked_processes_have_a_limit_of_their_own(tmp_path: Path) -> None:
 
 
 def test_what_is_no_record_of_an_observer_is_dropped(tmp_path: Path) -> None:
-    records = Records(tmp_path / "rank0.jsonl", limit_bytes=100)
+    records = Records(tmp_path / "rank0.jsonl")
     for line in (b"not json", b"[1]", b'{"kind":"end"}', b'{"kind":"error"}', b"[" * 100_000, b"\xff"):
         records.accept(0, line)
-    for forged in ({"kind": "step"}, STEP | {"step": "x"}, START | {"deadline": None}, STEP):  # the last is too large
+    for forged in ({"kind": "step"}, STEP | {"step": "x"}, START | {"deadline": None}):
         records.accept(0, json.dumps(forged).encode())
     records.close()
     assert (tmp_path / "rank0.jsonl").read_text() == "" and records.steps == 0 and records.dropped == 5
+
+
+def test_a_script_whose_records_are_full_still_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without a stored record count, and the controller sees that they are made."""
+    monkeypatch.setattr(module, "MADE_S", 0.0)
+    records = Records(tmp_path / "rank0.jsonl", limit_bytes=2000)
+    rank = RankState(FakeProcess(1), Tail(tmp_path / "rank0.jsonl"))
+    records.accept(0, json.dumps(START).encode())
+    for step in range(20):
+        records.accept(0, json.dumps(STEP | {"step": step, "comm": [["all_reduce", 0.0, 0.0, 4]] * step}).encode())
+        assert rank.poll(0, Silent()) and rank.last_step == step
+    records.accept(0, json.dumps(STEP | {"step": 20}).encode())  # it has room, but earlier steps are missing
+    records.close()
+    stored = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    steps = [each["step"] for each in stored if each["kind"] == "step"]
+    assert steps == list(range(len(steps))) and 2 < len(steps) < 20 and records.steps == 21
+    (unseen,) = (each for each in stored if each["kind"] == "unseen")
+    assert "later steps are not stored" in unseen["error"]
+    assert [each["steps"] for each in stored if each["kind"] == "made"] == list(range(len(steps) + 1, 22))
 
 
 def test_the_limit_is_reported_once(tmp_path: Path) -> None:

@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 from testbed.attach.events import Collective
-from testbed.attach.sampling import MAX_IMAGES, MAX_VALUES, Sampling, digest, is_sampled, loss_scale, positions
+from testbed.attach.sampling import (
+    MAX_IMAGES,
+    MAX_OPTIMIZERS,
+    MAX_VALUES,
+    Sampling,
+    digest,
+    is_sampled,
+    is_sum,
+    loss_scale,
+    positions,
+)
 from testbed.results.gradients import fit
 from testbed.results.records import read
 
@@ -53,6 +63,20 @@ def multiply_gradients(script: Script, factor: float) -> None:
 
 def test_steps_are_sampled_ever_more_rarely() -> None:
     assert [number for number in range(40) if is_sampled(number)] == [0, 1, 3, 7, 15, 31]
+
+
+def test_optimizers_that_are_not_sampled_are_reported_once_and_only_if_they_are_used() -> None:
+    script = Script()
+    optimizers = [torch.optim.SGD(nn.Linear(1, 1).parameters()) for _ in range(MAX_OPTIMIZERS + 1)]
+    for each in optimizers:
+        script.sampling.optimizer_made(each)
+    script.update()
+    assert script.records("unseen") == []
+    for each in 2 * optimizers:
+        script.sampling.update_began(each)
+        script.sampling.update_ended(each)
+    (unseen,) = script.records("unseen")
+    assert f"more than {MAX_OPTIMIZERS} optimizers are not sampled" in unseen["error"]
 
 
 def test_positions_cover_all_tensors_and_draw_from_no_generator() -> None:
@@ -190,6 +214,13 @@ def test_the_scale_of_a_loss_is_read_from_its_graph() -> None:
     loss = nn.Linear(3, 1)(INPUTS).sum()
     assert loss_scale(loss / 4) == pytest.approx(0.25) and loss_scale(2 * (loss / 4)) == pytest.approx(0.5)
     assert loss_scale(loss) == 1.0 and loss_scale(loss * nn.Linear(1, 1).bias) == 1.0
+
+
+def test_a_loss_that_is_a_sum_is_known_from_its_graph() -> None:
+    out, labels = nn.Linear(3, 4)(torch.ones(2, 3)), torch.tensor([0, 1])
+    mean, total = (nn.functional.cross_entropy(out, labels, reduction=kind) for kind in ("mean", "sum"))
+    assert is_sum(total) and is_sum(total / 4) and is_sum([2 * (mean + 0.1 * total)]) and is_sum((out * out).sum())
+    assert not (is_sum(mean) or is_sum(mean / 4 + 0.1 * out.mean()) or is_sum(out) or is_sum(None))
 
 
 class Sampler:

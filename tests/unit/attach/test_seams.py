@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from testbed.attach import seams
+from testbed.attach.events import Hub, Part
 from testbed.attach.seams import BLOCKING, OPERATIONS, Position
 from tests.support.processes import until
 
@@ -102,6 +104,29 @@ def test_a_forked_process_has_nothing_in_flight() -> None:
     position.calls.append(seams.Call("sum"))
     position.forget()
     assert position.phase == "other" and position.calls == [] and position.pending == {}
+
+
+def test_a_backward_pass_inside_another_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.utils.checkpoint(use_reentrant=True) calls torch.autograd.backward inside the script's backward pass."""
+
+    class Passes(Part):
+        def backward_began(self, loss: object) -> None:
+            seen.append("began")
+
+        def backward_ended(self, reduced: list[object]) -> None:
+            seen.append("ended")
+
+    seen: list[str] = []
+    position = Position()
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)  # restored at the end
+    seams.watch_backward(Hub(lambda *_: None, lambda: [Passes()]), position)
+    layer = torch.nn.Linear(2, 2)
+    for weight in layer.parameters():
+        weight.register_post_accumulate_grad_hook(lambda _: seen.append(position.phase))
+    inputs = torch.ones(1, 2, requires_grad=True)
+    for _ in range(2):
+        checkpoint(layer, checkpoint(torch.tanh, inputs, use_reentrant=True), use_reentrant=True).sum().backward()
+    assert seen == ["began", "backward", "backward", "ended"] * 2 and position.phase == "sync"
 
 
 def test_a_thread_that_works_outside_python_is_seen_until_it_ends() -> None:

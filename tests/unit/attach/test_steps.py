@@ -175,6 +175,18 @@ def test_two_optimizers_that_take_turns_make_one_step_of_a_round(script: Script)
     assert first.blocked + first.hidden == pytest.approx(first.busy, abs=1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_sizes_are_those_of_all_optimizers_of_a_step(script: Script, count: int) -> None:
+    optimizers = [script.optimizer(), script.optimizer()]
+    shared = torch.optim.Adam(optimizers[0].param_groups[0]["params"])
+    for each in (*optimizers, shared):
+        script.steps.optimizer_made(each)
+    rounds(script, count, [*optimizers, shared])
+    (start,), (setup,) = script.recorded(Start), script.recorded(Setup)
+    assert (start.parameters, start.gradient_bytes, start.tensors) == (6, 24, 2)
+    assert setup.optimizers == ["SGD", "Adam"]
+
+
 @pytest.mark.parametrize("used", [1, 2])
 def test_a_single_round_is_one_step(script: Script, used: int) -> None:
     optimizers = [script.optimizer(), script.optimizer()]
@@ -188,6 +200,41 @@ def test_a_second_optimizer_that_is_never_used_changes_nothing(script: Script) -
     for each in optimizers:
         script.steps.optimizer_made(each)
     assert [step.step for step in rounds(script, 3, optimizers[:1])] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("updates", "losses"),
+    [
+        ("AAABBB", [[0], [1], [2], [3], [4], [5]]),  # another optimizer for the last layers, or a new one in each epoch
+        ("ABBB", [[0, 1], [2], [3]]),
+        ("ABABCDCD", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("ABABAAA", [[0, 1], [2, 3], [4, 5], [6]]),
+        ("AABAABA", [[0], [1], [2, 3], [4], [5, 6]]),  # B updates seldom
+    ],
+)
+def test_steps_are_recorded_after_an_optimizer_was_replaced(
+    script: Script, updates: str, losses: list[list[int]]
+) -> None:
+    optimizers = {name: script.optimizer() for name in sorted(set(updates))}
+    for each in optimizers.values():
+        script.steps.optimizer_made(each)
+    for number, name in enumerate(updates):
+        script.backward(float(number), [script.collective()])
+        script.update(optimizers[name])
+    script.steps.ends()
+    steps = script.recorded(Step)
+    assert [(step.step, step.loss) for step in steps] == [(k, sum(each) / len(each)) for k, each in enumerate(losses)]
+    assert [len(step.comm) for step in steps] == [len(each) for each in losses]
+
+
+def test_the_last_requested_step_is_not_held_after_an_optimizer_was_replaced(tmp_path: Path) -> None:
+    script = Script(tmp_path, limit=3)
+    first, second = script.optimizer(), script.optimizer()
+    script.update(first)
+    script.update(first)
+    with pytest.raises(SystemExit):
+        script.update(second)
+    assert script.sent.pop() == {"kind": "limit", "steps": 3} and len(script.recorded(Step)) == 3
 
 
 def test_processor_time_is_of_the_whole_process(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

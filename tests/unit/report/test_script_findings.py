@@ -175,6 +175,50 @@ def test_two_divisions_are_found_and_a_factor_that_varies_is_not() -> None:
     assert "divided_twice" not in clipped.rules()
 
 
+def test_a_constant_wrong_factor_is_found_with_its_divisor() -> None:
+    found = Script(lambda rank, local: times(2.0, mean_of(local)), ddp=False).rules()["wrong_factor"]
+    assert found.severity == "error" and "2 times the mean" in found.title
+    assert "2.000000 times" in found.evidence and "the sum over 4 ranks is divided by 2" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("factor", "detail"),
+    [
+        (lambda local: 0.2 + 0.01 * local[0][0], {}),  # clipping by hand
+        (lambda local: min(1.0, 0.8 + 0.3 * local[0][0]), {}),  # of some updates
+        (lambda local: 1 / 1024, {"loss_scale": 1024.0}),
+        (lambda local: 1 / 8, {"loss_is_sum": True}),  # gradients are divided by the number of images
+        (lambda local: -1.0, {}),  # a gradient that is reversed on purpose
+    ],
+)
+def test_a_factor_that_may_be_wanted_is_no_error(
+    factor: Callable[[list[Values]], float], detail: dict[str, Any]
+) -> None:
+    script = Script(lambda rank, local: times(factor(local), mean_of(local)), ddp=False)
+    script.detail |= detail
+    assert "error" not in {finding.severity for finding in script.found()}
+
+
+def test_weighted_means_of_uneven_batches_are_no_error() -> None:
+    def weighted(rank: int, local: list[Values]) -> Values:
+        """The mean over images: batches are even at most updates, and the last one of a pass is not."""
+        weights = [1.0] * WORLD if local != Script.own_locals(SAMPLED[-1]) else [1.0, 1.0, 1.0, 0.25]
+        return [
+            sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+            for values in zip(*local, strict=True)
+        ]
+
+    assert Script(weighted).found() == []
+
+
+def test_a_sum_at_most_updates_is_found() -> None:
+    def mostly(rank: int, local: list[Values]) -> Values:
+        return times(1.0 if local == Script.own_locals(SAMPLED[-1]) else WORLD, mean_of(local))
+
+    found = Script(mostly, ddp=False).rules()["summed"]
+    assert f"at updates {', '.join(map(str, SAMPLED[:-1]))} the optimizer" in found.evidence
+
+
 def test_gradients_that_are_no_mean_are_a_note_and_a_lossy_codec_is_none() -> None:
     assert Script(lambda rank, local: local[0]).rules()["not_the_mean"].severity == "note"
     coarse = Script(lambda rank, local: [round(20 * value) / 20 for value in mean_of(local)])

@@ -59,6 +59,16 @@ def test_what_the_optimizer_gets_has_a_name(kind: Kind, factor: float | None, gi
     assert found.is_mean == (kind == "mean")
 
 
+@pytest.mark.parametrize(("wrong", "kind"), [(1, "sum"), (3, "sum"), (None, "mean")])
+def test_one_sample_that_is_not_the_mean_decides(wrong: int | None, kind: Kind) -> None:
+    found = fit_of(
+        lambda rank, local: times(4.0 if wrong is not None and local == locals_of(wrong) else 1.0, mean_of(local))
+    )
+    assert (found.kind, found.decided) == (kind, 3)
+    if wrong is not None:
+        assert (found.step, found.samples) == (wrong, 1)
+
+
 def test_gradients_that_were_clipped_are_judged_before_that() -> None:
     local = locals_of(0)
     found = fit_of(lambda rank, _: times(0.01, local[rank]), steps=(0,), unclipped=[mean_of(local)])

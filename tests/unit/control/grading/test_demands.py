@@ -10,7 +10,7 @@ import pytest
 from testbed.control.grading.demands import JUDGES, MET, NOT_MET, NOT_PROVEN, Verdict, judge
 from testbed.control.grading.evidence import Node, Outside, PartEvidence
 from testbed.results.observations import Batch
-from testbed.spec.grading import DEMANDS, OUTSIDE, Assignment
+from testbed.spec.grading import DEMANDS, OUTSIDE, RECORDS, Assignment
 from tests.support.submissions import GRADIENT_BYTES, LOCAL, MEAN, STEPS, WORLD, evidence
 
 SUM = [[WORLD * value for value in MEAN]] * WORLD
@@ -39,12 +39,17 @@ CASES: list[tuple[str, dict[str, Any], PartEvidence, str, str]] = [
     ("collectives", ALL_REDUCE, evidence(), MET, "10 x all_reduce"),
     ("collectives", ALL_REDUCE, evidence(operations=("all_reduce", "gather")), NOT_PROVEN, "counted"),
     ("collectives", ALL_REDUCE, evidence(wrappers=("DistributedDataParallel",)), NOT_MET, "uses DistributedDataPar"),
-    ("collectives", {"required": ["scatter"]}, evidence(), NOT_MET, "calls scatter 0 times in 10 steps"),
+    ("collectives", {"required": ["scatter"]}, evidence(), NOT_MET, "rank 0 never calls scatter"),
+    ("collectives", ALL_REDUCE, evidence(calling=(0, 1, 2)), NOT_MET, "all_reduce in 7 of 10 steps, first in step 4"),
+    ("collectives", ALL_REDUCE, evidence(calling=tuple(range(1, 10))), MET, "10 x all_reduce"),  # after the update
     ("collectives", {"forbidden": ["all_reduce"]}, evidence(), NOT_MET, "uses all_reduce (a.py:9)"),
     ("gradients", {}, evidence(), MET, "factor 1.000000"),
     ("gradients", {}, evidence(given=SUM), NOT_MET, "the sum over all ranks"),
     ("gradients", {}, evidence(given=LOCAL), NOT_MET, "own gradients"),
     ("gradients", {}, evidence(given=PARTLY), NOT_MET, "on some ranks"),
+    ("gradients", {}, evidence(given_last=SUM), NOT_MET, "the sum over all ranks, not their mean (factor 3.000000"),
+    ("gradients", {}, evidence(given_last=SUM), NOT_MET, "at update 7, 1 of 4 samples"),
+    ("gradients", {}, evidence(given_last=[[]] * WORLD), MET, "3 samples"),
     ("gradients", {}, evidence(given=[[]] * WORLD), NOT_PROVEN, "not seen"),
     ("replicas", {}, evidence(), MET, "equal at 11 moments"),
     ("replicas", {}, evidence(hashes=("x", "x", "y")), NOT_MET, "parameters differ at the start"),
@@ -90,6 +95,21 @@ def test_an_order_of_speed_counts_only_where_intervals_do_not_overlap() -> None:
     given = verdict(evidence(), evidence(name="2a", seconds=0.1005), **SPEED)
     assert given.verdict == MET and "the intervals overlap" in given.reason
     assert verdict(evidence(), replace(slow, failure="it failed"), **SPEED).verdict == NOT_PROVEN
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"unreadable": "the run is invalid: a link is off"}, "a link is off"),
+        ({"trusted": False, "outside": UNCOUNTED}, "counters of node 0"),
+        ({"outside": Outside(seconds=9.0, nodes=[Node(code=0, sent=1, received=1, refused=4)])}, "limit of processes"),
+        ({"outside": Outside(seconds=1.0)}, "the whole run took 1.0 s"),
+    ],
+)
+def test_times_of_a_part_that_proves_nothing_are_not_compared(change: dict[str, Any], reason: str) -> None:
+    given = verdict(evidence(), replace(evidence(name="2a", seconds=0.4), **change), **SPEED)
+    assert given.verdict == NOT_PROVEN and "the times of part 2a prove nothing" in given.reason
+    assert reason in given.reason and given.evidence == RECORDS
 
 
 def test_a_part_that_was_slower_beside_other_work_is_for_a_person_to_look_at() -> None:
