@@ -4,7 +4,7 @@
   const $ = (id) => document.getElementById(id), SVG = "http://www.w3.org/2000/svg";
   const DASHES = ["", "7 4", "2 3", "9 3 2 3", "4 2 1 2"], BUCKETS = [null, 18, 19, 20, 21, 22, 23, 24, 25, 26];
   const GOOD = 0.9; // an efficiency that is worth a sentence
-  const EQUAL = 1.01; // a mode is still the fastest if it is that near
+  const EQUAL = 1.03; // a mode is still the fastest if it is that near: predictions are not more precise
   const RATES = [1e7, 1e11], FIRST_DELAY = 0.0001, LONGEST_DELAY = 1; // of the sliders: bit/s, seconds
   const SCAN = 24; // values of an axis at which the fastest mode is looked for
   const REST_MS = 120; // what takes longer is computed when the sliders rest
