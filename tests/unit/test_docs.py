@@ -253,13 +253,14 @@ def test_a_new_part_gets_rows_limits_and_its_commit(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_not_measured_is_named_below_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = {"commit": "abc", "figures": [figure("bytes", 1.0)]}
+    monkeypatch.setattr(generate, "old", list)
     monkeypatch.setattr(generate, "bench_file", lambda: {"loop": loop, "attach-cost": loop})
     assert generate.bench("loop", "waiting")[-1] == "Measured at commit abc: `loop`. Not measured yet: `waiting`."
     assert generate.bench("attach")[-1].endswith(" Not measured yet: `attach-ddp`, `attach-instead`.")
     assert generate.bench("loop")[-1] == "Measured at commit abc: `loop`."
     assert generate.bench("waiting") == generate.UNMEASURED
-    monkeypatch.setattr(generate, "experiment_files", lambda: [Path("r0.toml"), Path("wan.toml"), Path("new.toml")])
-    assert generate.sweeps()[-1] == "Without records yet (`make measure` makes them): `new`, `r0`."
+    monkeypatch.setattr(generate, "experiment_files", lambda: [Path("newer.toml"), Path("wan.toml"), Path("new.toml")])
+    assert generate.sweeps()[-1] == "Without records yet (`make measure` makes them): `new`, `newer`."
 
 
 def test_a_grid_has_its_limits_once_if_columns_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
