@@ -105,7 +105,7 @@ class Recheck:
         return any(shaping.rate is not None for shaping in every)
 
     def before(self) -> str:
-        """Return why the first node with wrong shaping is not as requested before training; empty if all are."""
+        """Return what is wrong before training with the first link not shaped as requested; empty if all are."""
         nodes = (difference(_name(rank), Shaping(), now, iface=self._interface) for rank, now in self._before.items())
         return _first(
             [*nodes, *(_uplink_difference(rack, Shaping(), now) for rack, now in self._uplinks_before.items())]

@@ -121,7 +121,7 @@ class _Counted(Protocol):
 
 @runtime_checkable
 class _HasCells(Protocol):
-    """A chapter."""
+    """A part of the report that has cells."""
 
     cells: list[Any]
 

@@ -111,7 +111,7 @@ def _refuse_together(check: str | None, nodes: str | None, dilation: float | Non
 
 
 def _beside(runs: list[Path]) -> Path:
-    """The folder of a check of these runs."""
+    """The folder for `--check` of these runs."""
     return report_folder(runs).with_name(f"{report_folder(runs).name}-check")
 
 
