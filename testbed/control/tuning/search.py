@@ -24,7 +24,7 @@ from testbed.control.runs.progress import Progress
 from testbed.control.runs.run import execute
 from testbed.control.runs.select import SubstrateChoice
 from testbed.control.tuning.statistics import MIN_PROBABILITY, REQUIRED_CERTAINTY, SPREAD, TOLERANCE, Race
-from testbed.results.folder import RunFolder, runs_dir, write_whole
+from testbed.results.folder import RunFolder, fresh_folder, runs_dir, write_whole
 from testbed.results.table import format_table
 from testbed.spec.errors import (
     AllocationLost,
@@ -90,7 +90,7 @@ def new_search(spec: RunSpec, out: Path, options: Sequence[str] = ()) -> Search:
     if spec.script is None:
         _check_file(out)
     first_mode(spec.mode)
-    return Search(spec, runs_dir() / f"tune-{time.strftime('%Y%m%d-%H%M%S')}", out, options)
+    return Search(spec, fresh_folder(runs_dir(), "tune"), out, options)
 
 
 def _check_file(out: Path) -> None:
